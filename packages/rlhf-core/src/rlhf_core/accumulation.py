@@ -1,0 +1,182 @@
+"""One optimizer step over as many micro-batches as needed, with the same result however they are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_core.batch import Batch
+from rlhf_core.loss import Loss, Mean, ModelOutputs, merge_metrics
+
+
+class Ranks(Protocol):
+    """The little that accumulation needs to know of the other data-parallel ranks."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks, in float64."""
+        ...
+
+    def max(self, value: int) -> int:
+        """Largest value of all ranks."""
+        ...
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's (picklable) value, on every rank, in rank order."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A single process: nothing to reduce."""
+
+    size: int = 1
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The values themselves."""
+        return list(values)
+
+    def max(self, value: int) -> int:
+        """The value itself."""
+        return value
+
+    def gather(self, value: object) -> list[object]:
+        """The value itself."""
+        return [value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accumulated:
+    """What the micro-batches of one step added up to, over all ranks."""
+
+    loss: float
+    weight: float
+    metrics: Mapping[str, Mean]
+    bad_sample_ids: tuple[str, ...] = field(default=())
+    """Rows of the micro-batches with a non-finite loss; gradients must then be thrown away."""
+
+    @property
+    def finite(self) -> bool:
+        """True if every micro-batch had a finite loss."""
+        return not self.bad_sample_ids
+
+
+def cut_micro_batches(lengths: Sequence[int], *, rows_per_unit: int, max_tokens: int) -> list[list[int]]:
+    """Units of rows in micro-batches of at most `max_tokens` padded tokens, longest first.
+
+    Returns lists of unit indices. A unit longer than the budget gets a micro-batch of its own.
+
+    >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18)
+    [[1, 3], [2, 0]]
+    """
+    units = [max(lengths[start : start + rows_per_unit]) for start in range(0, len(lengths), rows_per_unit)]
+    cut: list[list[int]] = []
+    width = 0
+    for unit in sorted(range(len(units)), key=lambda index: -units[index]):
+        rows = (len(cut[-1]) + 1) * rows_per_unit if cut else 0
+        if cut and rows * width <= max_tokens:
+            cut[-1].append(unit)
+        else:
+            cut.append([unit])
+            width = units[unit]
+    return cut
+
+
+def accumulate(
+    batch: Batch,
+    loss: Loss,
+    *,
+    forward: Callable[[Batch, Sequence[str]], ModelOutputs],
+    backward: Callable[[Tensor, bool], None],
+    max_tokens: int,
+    ranks: Ranks | None = None,
+) -> Accumulated:
+    """Forward and backward over this rank's `batch`; gradients are those of the global mean loss.
+
+    Args:
+        batch: this rank's rows.
+        loss: the loss function with its config.
+        forward: runs the model on one micro-batch with gradients.
+        backward: gets the scaled loss and whether it is the last micro-batch of the step. The scale assumes
+            that gradients are *averaged* over ranks afterwards, as DDP and ZeRO do.
+        max_tokens: padded tokens per micro-batch.
+        ranks: the other ranks; every rank runs the same number of micro-batches (collectives must match), the
+            short ones repeat a micro-batch with weight zero.
+
+    Stops at the first non-finite loss on any rank, on all ranks at once, and names the samples.
+    """
+    ranks = ranks or OneRank()
+    pieces = [
+        batch.select_units(units)
+        for units in cut_micro_batches(
+            batch.lengths.tolist(), rows_per_unit=batch.rows_per_unit, max_tokens=max_tokens
+        )
+    ]
+    (weight,) = ranks.sum([loss.weight(batch)])
+    count = ranks.max(len(pieces))
+    scale = ranks.size / weight if weight else 0.0
+    total, metrics = 0.0, []
+    for index in range(count):
+        idle = index >= len(pieces)
+        piece = pieces[0] if idle else pieces[index]
+        terms = loss(forward(piece, loss.outputs), piece)
+        value = terms.total.detach().double().item()
+        bad = () if math.isfinite(value) or idle else (piece.sample_ids or (f"micro-batch {index}",))
+        everyones_bad = _flatten(ranks.gather(bad))
+        if everyones_bad:
+            return Accumulated(loss=math.nan, weight=weight, metrics={}, bad_sample_ids=everyones_bad)
+        backward(terms.total * (0.0 if idle else scale), index == count - 1)
+        if not idle:
+            total += value
+            metrics.append(terms.metrics)
+    (total,) = ranks.sum([total])
+    merged = merge_metrics(ranks.gather(merge_metrics(metrics)))  # type: ignore[arg-type]
+    return Accumulated(loss=total / weight if weight else 0.0, weight=weight, metrics=merged)
+
+
+def _flatten(parts: Iterable[object]) -> tuple[str, ...]:
+    return tuple(name for part in parts for name in part)  # type: ignore[attr-defined]
+
+
+def score_in_micro_batches(
+    batch: Batch,
+    fields: Sequence[str],
+    *,
+    forward: Callable[[Batch, Sequence[str]], ModelOutputs],
+    max_tokens: int,
+    ranks: Ranks | None = None,
+) -> ModelOutputs:
+    """Forward only; outputs are detached, on the CPU and in the order of the batch's rows."""
+    ranks = ranks or OneRank()
+    cut = cut_micro_batches(batch.lengths.tolist(), rows_per_unit=batch.rows_per_unit, max_tokens=max_tokens)
+    result = {name: torch.zeros(()) for name in fields}
+    for name in fields:
+        shape = batch.token_ids.shape[:1] if name == "scores" else batch.token_ids.shape
+        result[name] = torch.zeros(shape)
+    with torch.no_grad():
+        for index in range(ranks.max(len(cut))):
+            idle = index >= len(cut)
+            units = cut[0] if idle else cut[index]
+            outputs = forward(batch.select_units(units), fields)
+            if idle:
+                continue
+            rows = torch.tensor(
+                [unit * batch.rows_per_unit + i for unit in units for i in range(batch.rows_per_unit)]
+            )
+            for name in fields:
+                value = getattr(outputs, name).detach().cpu()
+                result[name] = result[name].to(value.dtype)
+                if value.dim() == 2:
+                    result[name][rows, : value.shape[1]] = value
+                else:
+                    result[name][rows] = value
+    return ModelOutputs(**result)

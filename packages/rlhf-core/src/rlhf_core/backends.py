@@ -1,0 +1,118 @@
+"""The rollout seam: what the loop asks of a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from rlhf_core.engines import DType
+from rlhf_core.errors import ConfigError
+from rlhf_core.generation import GenerationRequest, GenerationResult
+from rlhf_core.transport import Link
+from rlhf_core.weights import WeightManifest
+
+PauseMode = Literal["keep", "abort"]
+"""`keep`: running requests freeze and continue on resume; `abort`: they end now with what they have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """What every rollout backend needs to know. `options` belong to the one backend that reads them."""
+
+    model: str
+    """Path of a Transformers directory, or a hub name."""
+    dtype: DType = "float32"
+    device: str = "cpu"
+    max_model_len: int = 2048
+    """Prompt plus response tokens of one sequence."""
+    max_num_seqs: int = 64
+    """Sequences that run at the same time."""
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    trust_remote_code: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout: {name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendCapabilities:
+    """What a backend can do, said before it is asked."""
+
+    transports: frozenset[str]
+    """Kinds of weight transport it can join: `local`, `gloo`, `nccl`."""
+    receivers: int = 1
+    """Transport ranks this backend takes up (one per tensor-parallel worker)."""
+    pause_modes: frozenset[PauseMode] = frozenset({"keep", "abort"})
+    stop_strings: bool = False
+    truncated_sampling: bool = True
+    """top_p, top_k and min_p."""
+    sleep: bool = False
+    """`sleep` gives the accelerator's memory back; where False it is a harmless no-op."""
+
+
+@runtime_checkable
+class RolloutBackend(Protocol):
+    """A generator of samples. Constructed as `Backend(config: RolloutConfig)`; ready when that returns.
+
+    All methods but `close` are coroutines. `generate` may be called many times at once: batching is the
+    engine's business.
+    """
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this backend can do."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled with; 0 for those loaded at the start."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Draw the samples of one request.
+
+        Raises:
+            CapabilityError: the request needs something outside `capabilities`, or exceeds `max_model_len`.
+            StaleWeightsError: the last weight transfer failed and none has succeeded since.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling. Returns when no token is being computed; new requests queue up."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        ...
+
+    async def connect(self, link: Link, rank: int) -> None:
+        """Join a weight transport as receivers `rank ... rank + capabilities.receivers - 1`.
+
+        A later call replaces the connection. Blocks until the sender accepts or the link's deadline passes.
+        """
+        ...
+
+    async def receive_weights(self, manifest: WeightManifest) -> None:
+        """Take the weights that the sender is sending now; afterwards `weight_version` is the manifest's.
+
+        Running requests are held meanwhile and no token is sampled from a mixture. Caches that depend on the
+        weights are dropped. On failure raises WeightSyncError; the backend is stale until the next success.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give the accelerator's memory back; only called while paused."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again. Weights may be undefined until the next `receive_weights`."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        ...

@@ -1,0 +1,162 @@
+"""Rows of tokens with named per-token and per-row columns: what engines and algorithms exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from rlhf_core.trajectory import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """A right-padded batch. Every per-token array is aligned with `token_ids`; position 0 is never trained.
+
+    >>> b = Batch(token_ids=torch.tensor([[5, 6, 7], [5, 8, 0]]),
+    ...           attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
+    ...           response_mask=torch.tensor([[0, 0, 1], [0, 1, 0]]).bool())
+    >>> b = b.with_columns(advantages=torch.ones(2, 3))
+    >>> b["advantages"].shape, b.lengths.tolist(), b.select([1]).rows
+    (torch.Size([2, 3]), [3, 2], 1)
+    """
+
+    token_ids: Int[Tensor, "rows length"]
+    attention_mask: Bool[Tensor, "rows length"]
+    """True where there is a token, False in the padding on the right."""
+    response_mask: Bool[Tensor, "rows length"]
+    """True where a token counts for the loss."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Named tensors of shape [rows] or [rows, length]: `advantages`, `old_log_probs`, `labels`, ..."""
+    temperature: float = 1.0
+    """Log-probs are those of softmax(logits / temperature)."""
+    rows_per_unit: int = 1
+    """Consecutive rows that belong together (2 for preference pairs); they are never split apart."""
+    sample_ids: tuple[str, ...] = ()
+    """One name per row for reports; empty if the rows are anonymous."""
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.token_ids.shape)
+        if len(shape) != 2:
+            raise ValueError(f"token_ids must be [rows, length], got shape {shape}")
+        for name, tensor in {
+            "attention_mask": self.attention_mask,
+            "response_mask": self.response_mask,
+            **self.columns,
+        }.items():
+            if tuple(tensor.shape) not in {shape, shape[:1]}:
+                raise ValueError(
+                    f"column {name!r} must be [{shape[0]}] or [{shape[0]}, {shape[1]}] like token_ids, "
+                    f"got {tuple(tensor.shape)}"
+                )
+        if self.rows_per_unit < 1 or shape[0] % self.rows_per_unit:
+            raise ValueError(f"{shape[0]} rows cannot be cut into units of {self.rows_per_unit}")
+        if self.sample_ids and len(self.sample_ids) != shape[0]:
+            raise ValueError(f"{len(self.sample_ids)} sample ids for {shape[0]} rows")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.token_ids.shape[0]
+
+    @property
+    def units(self) -> int:
+        """Number of indivisible groups of `rows_per_unit` rows."""
+        return self.rows // self.rows_per_unit
+
+    @property
+    def lengths(self) -> Int[Tensor, " rows"]:
+        """Tokens per row, padding left out."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the batch, padding left out."""
+        return int(self.attention_mask.sum())
+
+    def __getitem__(self, column: str) -> Tensor:
+        try:
+            return self.columns[column]
+        except KeyError:
+            known = ", ".join(sorted(self.columns)) or "none"
+            raise KeyError(f"the batch has no column {column!r} (columns: {known})") from None
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.columns
+
+    def with_columns(self, **columns: Tensor) -> Batch:
+        """A batch with these columns added or replaced; tensors are shared, not copied."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows in the given order, trimmed to their longest row."""
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.token_ids.device)
+        width = max(1, int(self.lengths[index].max())) if len(rows) else self.token_ids.shape[1]
+
+        def cut(tensor: Tensor) -> Tensor:
+            picked = tensor[index]
+            return picked[:, :width] if picked.dim() == 2 else picked
+
+        return replace(
+            self,
+            token_ids=cut(self.token_ids),
+            attention_mask=cut(self.attention_mask),
+            response_mask=cut(self.response_mask),
+            columns={name: cut(tensor) for name, tensor in self.columns.items()},
+            sample_ids=tuple(self.sample_ids[row] for row in rows) if self.sample_ids else (),
+        )
+
+    def select_units(self, units: Sequence[int]) -> Batch:
+        """Like `select`, by unit instead of by row."""
+        size = self.rows_per_unit
+        return self.select([unit * size + offset for unit in units for offset in range(size)])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            attention_mask=self.attention_mask.to(device),
+            response_mask=self.response_mask.to(device),
+            columns={name: tensor.to(device) for name, tensor in self.columns.items()},
+        )
+
+
+def pad_rows(rows: Sequence[Sequence[Any]], *, value: Any, dtype: torch.dtype) -> Tensor:
+    """Stack sequences of unequal length into [rows, longest], padded on the right with `value`."""
+    width = max((len(row) for row in rows), default=0)
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
+
+
+def collate(
+    trajectories: Iterable[Trajectory], *, pad_token_id: int = 0, temperature: float | None = None
+) -> Batch:
+    """Trajectories as a batch with the column `rollout_log_probs` ([rows, length], float32).
+
+    The batch takes the temperature of the samples. Samples of different temperatures in one batch are an
+    error: their log-probs would mean different things.
+    """
+    items = list(trajectories)
+    if not items:
+        raise ValueError("cannot collate an empty list of trajectories")
+    temperatures = {item.meaning.temperature for item in items}
+    if temperature is None:
+        if len(temperatures) > 1:
+            raise ValueError(f"samples drawn at different temperatures in one batch: {sorted(temperatures)}")
+        temperature = temperatures.pop()
+    return Batch(
+        token_ids=pad_rows([t.token_ids for t in items], value=pad_token_id, dtype=torch.long),
+        attention_mask=pad_rows([[True] * len(t.token_ids) for t in items], value=False, dtype=torch.bool),
+        response_mask=pad_rows([t.response_mask for t in items], value=False, dtype=torch.bool),
+        columns={
+            "rollout_log_probs": pad_rows(
+                [t.rollout_log_probs for t in items], value=0.0, dtype=torch.float32
+            )
+        },
+        temperature=temperature,
+        sample_ids=tuple(t.sample_id for t in items),
+    )

@@ -1,0 +1,128 @@
+"""The training seam: what the loop asks of a policy, critic, reference or reward engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from rlhf_core.batch import Batch
+from rlhf_core.errors import ConfigError
+from rlhf_core.loss import Loss, ModelOutputs
+from rlhf_core.weights import WeightSource
+
+Role = Literal["policy", "critic", "reference", "reward"]
+"""`policy` and `reference` are causal language models, `critic` and `reward` have a scalar head."""
+
+DType = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with a warm-up schedule."""
+
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 switches clipping off."""
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    total_steps: int = 0
+    """Optimizer steps until a linear or cosine schedule reaches `min_learning_rate_ratio`."""
+    min_learning_rate_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.learning_rate < 0:
+            raise ConfigError(f"optimizer: learning_rate must not be negative, got {self.learning_rate}")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optimizer: schedule {self.schedule!r} needs total_steps > warmup_steps, got "
+                f"total_steps={self.total_steps}, warmup_steps={self.warmup_steps}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What every training engine needs to know. `options` belong to the one engine that reads them."""
+
+    model: str
+    """Path of a Transformers directory, or a hub name."""
+    role: Role = "policy"
+    optimizer: OptimizerConfig | None = None
+    """None for a frozen role (reference, reward): no optimizer state is made."""
+    dtype: DType = "float32"
+    device: str = "cpu"
+    max_tokens_per_micro_batch: int = 16384
+    gradient_checkpointing: bool = False
+    attention: str | None = None
+    """Attention implementation of the model; None chooses."""
+    seed: int = 0
+    max_skipped_steps: int = 5
+    """Consecutive steps with a non-finite loss or gradient after which the engine raises."""
+    trust_remote_code: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one optimizer step did; the same on all ranks."""
+
+    loss: float
+    grad_norm: float
+    """Global gradient norm before clipping; NaN if the step was skipped before it was known."""
+    learning_rate: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
+    """True if a loss or gradient was not finite and the weights stayed as they were."""
+    bad_sample_ids: tuple[str, ...] = ()
+    tokens: int = 0
+    """Tokens that went through the model, over all ranks."""
+
+
+@runtime_checkable
+class TrainEngine(Protocol):
+    """One rank of a training engine.
+
+    With several ranks, every rank makes the same calls in the same order, each with its own rows.
+    """
+
+    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """Forward only, dropout off. CPU tensors in the order of the rows."""
+        ...
+
+    def step(self, batch: Batch, loss: Loss) -> StepReport:
+        """One optimizer step over the batch, in as many micro-batches as memory needs."""
+        ...
+
+    def weights(self) -> WeightSource:
+        """The current weights under their checkpoint names, for a sync."""
+        ...
+
+    def offload(self) -> None:
+        """Move the engine's state off the accelerator; a no-op on the CPU."""
+        ...
+
+    def reload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write everything needed to continue bit for bit into the existing directory `path`."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Continue from what `save` wrote."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Write the model as a Transformers directory (no tokenizer)."""
+        ...
+
+    def close(self) -> None:
+        """Release memory and process groups; may be called twice."""
+        ...

@@ -1,0 +1,113 @@
+"""The contract between a loss function and a training engine.
+
+A loss is an importable pure function `(outputs, batch, config) -> LossTerms`. It returns *sums* and the weight
+that turns them into a mean; the engine divides by the weight of the whole global batch. So the result does not
+depend on micro-batch size, packing, padding, accumulation steps or the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf_core.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelOutputs:
+    """What a model says about a batch. Fields that were not asked for are None.
+
+    All per-token fields are aligned with `Batch.token_ids` and zero where `response_mask` is False.
+    """
+
+    log_probs: Float[Tensor, "rows length"] | None = None
+    """log p(token_ids[t] | token_ids[<t]) at the batch's temperature."""
+    entropy: Float[Tensor, "rows length"] | None = None
+    """Entropy of the distribution that token t was drawn from, in nats."""
+    values: Float[Tensor, "rows length"] | None = None
+    """Critic's value of the state *before* token t, V(token_ids[<t])."""
+    scores: Float[Tensor, " rows"] | None = None
+    """Reward model's score of the whole row."""
+    aux_loss: Float[Tensor, ""] | None = None
+    """Router load-balancing loss of a mixture-of-experts model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mean:
+    """A metric as a sum and a weight, so that parts of a batch add up exactly."""
+
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 if nothing was counted."""
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossTerms:
+    """A loss as a sum and its weight. The optimised quantity is sum(total) / sum(weight) over the global batch.
+
+    `weight` may depend on the batch alone, not on the model's outputs: the engine asks for it before the first
+    backward pass. It checks that the two agree.
+    """
+
+    total: Float[Tensor, ""]
+    weight: Float[Tensor, ""]
+    metrics: Mapping[str, Mean] = field(default_factory=dict)
+
+
+LossFunction = Callable[[ModelOutputs, Batch, Any], LossTerms]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A loss function with its frozen config: picklable, so that it travels to remote workers.
+
+    >>> Loss(function=my_loss, config=MyConfig(clip_range=0.2))          # doctest: +SKIP
+    """
+
+    function: LossFunction
+    """A module-level function, so that it can be found again in another process."""
+    config: Any = None
+    outputs: tuple[str, ...] = ("log_probs",)
+    """The fields of `ModelOutputs` the function needs."""
+
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        return self.function(outputs, batch, self.config)
+
+    def weight(self, batch: Batch) -> float:
+        """The weight of a batch, found by calling the function with all-zero outputs; no model is run."""
+        with torch.no_grad():
+            return float(self(zero_outputs(batch, self.outputs), batch).weight)
+
+
+def zero_outputs(batch: Batch, fields: Iterable[str]) -> ModelOutputs:
+    """Outputs of the right shapes with nothing but zeros."""
+    per_token = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
+    shapes = {"scores": per_token[:, 0], "aux_loss": per_token.sum()}
+    return ModelOutputs(**{name: shapes.get(name, per_token) for name in fields})
+
+
+def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
+    """Metric from a tensor: its masked sum and the number of counted elements."""
+    values = values.detach().float()
+    if mask is None:
+        return Mean(total=float(values.sum()), weight=float(values.numel()))
+    return Mean(total=float(values.masked_fill(~mask, 0).sum()), weight=float(mask.sum()))
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Mean]]) -> dict[str, Mean]:
+    """Add up the metrics of micro-batches or ranks."""
+    merged: dict[str, Mean] = {}
+    for part in parts:
+        for name, mean in part.items():
+            old = merged.get(name, Mean(total=0.0, weight=0.0))
+            merged[name] = Mean(total=old.total + mean.total, weight=old.weight + mean.weight)
+    return merged

@@ -1,0 +1,73 @@
+"""Small random models and a byte-level tokenizer, made on the spot: no download, no training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|step|>"]
+
+
+def byte_tokenizer():
+    """A tokenizer with one token per byte and ChatML's special tokens; 261 tokens in all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_tiny_model(
+    path: Path | str,
+    *,
+    head: Literal["causal", "scalar"] = "causal",
+    tied: bool = True,
+    vocab_size: int = 512,
+    hidden_size: int = 64,
+    layers: int = 2,
+    seed: int = 0,
+    tokenizer: bool = True,
+) -> str:
+    """Write a random float32 Qwen2 (4 heads, 2 key/value heads) and the byte tokenizer; returns the path.
+
+    `head="scalar"` makes an AutoModelForSequenceClassification with one label (reward model, critic).
+    The weights are larger than the usual initialisation, so that log-probs differ clearly between models.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
+    )
+    if head == "scalar":
+        config.num_labels = 1
+    model_class = Qwen2ForCausalLM if head == "causal" else Qwen2ForSequenceClassification
+    model_class(config).save_pretrained(path)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(path)
+    return str(path)
