@@ -153,9 +153,7 @@ def collate(
         attention_mask=pad_rows([[True] * len(t.token_ids) for t in items], value=False, dtype=torch.bool),
         response_mask=pad_rows([t.response_mask for t in items], value=False, dtype=torch.bool),
         columns={
-            "rollout_log_probs": pad_rows(
-                [t.rollout_log_probs for t in items], value=0.0, dtype=torch.float32
-            )
+            "rollout_log_probs": pad_rows([t.rollout_log_probs for t in items], value=0.0, dtype=torch.float32)
         },
         temperature=temperature,
         sample_ids=tuple(t.sample_id for t in items),

@@ -17,9 +17,7 @@ from rlhf_core.log_probs import chunked_log_probs
 from rlhf_core.loss import ModelOutputs
 
 
-def model_outputs(
-    model: nn.Module, batch: Batch, fields: Sequence[str], *, chunk: int = 1024
-) -> ModelOutputs:
+def model_outputs(model: nn.Module, batch: Batch, fields: Sequence[str], *, chunk: int = 1024) -> ModelOutputs:
     """Run `model` on the rows of `batch` (on the model's device) and return `fields` of ModelOutputs.
 
     Gradients flow unless the caller disables them. The head runs only where there is a response token.

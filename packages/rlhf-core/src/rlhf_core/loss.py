@@ -80,6 +80,7 @@ class Loss:
     """The fields of `ModelOutputs` the function needs."""
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """Call the function with its config."""
         return self.function(outputs, batch, self.config)
 
     def weight(self, batch: Batch) -> float:

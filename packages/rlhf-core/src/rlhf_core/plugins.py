@@ -41,8 +41,7 @@ def load_plugin(group: str, name: str) -> Any:
         return found[0].load()
     except Exception as error:
         raise PluginError(
-            f"{name!r} of group {group!r} ({found[0].value}) cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"{name!r} of group {group!r} ({found[0].value}) cannot be imported: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -54,9 +53,7 @@ def load_object(path: str, *, what: str) -> Any:
     """
     module_name, separator, attribute = path.partition(":")
     if not separator or not module_name or not attribute:
-        raise PluginError(
-            f"{what}: {path!r} is not of the form 'module:function', for instance 'my_rewards:score'"
-        )
+        raise PluginError(f"{what}: {path!r} is not of the form 'module:function', for instance 'my_rewards:score'")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -12,7 +12,6 @@ A link is never reused: after a failure open a new one.
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import uuid
 from dataclasses import dataclass
@@ -103,9 +102,7 @@ def open_sender(
     try:
         kind_class = _SENDERS[kind]
     except KeyError:
-        raise ConfigError(
-            f"no weight transport {kind!r}; choose one of {', '.join(sorted(_SENDERS))}"
-        ) from None
+        raise ConfigError(f"no weight transport {kind!r}; choose one of {', '.join(sorted(_SENDERS))}") from None
     return kind_class(receivers, host or "127.0.0.1", torch.device(device), timeout_s)
 
 
@@ -218,7 +215,7 @@ class _GroupReceiver:
                 timedelta(seconds=link.timeout_s),
                 wait_for_workers=False,
             )
-        except (RuntimeError, ConnectionError, socket.error) as error:
+        except (RuntimeError, OSError) as error:
             raise DeadlineExceeded(
                 f"weight receiver {rank} found no sender at {link.address} within {link.timeout_s:g} s: {error}"
             ) from error

@@ -148,9 +148,7 @@ class ModuleWeights:
     `names` maps a parameter's name to its checkpoint name, or to None to leave it out.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, names: Callable[[str], str | None] = lambda name: name
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, names: Callable[[str], str | None] = lambda name: name) -> None:
         self._tensors = {
             mapped: parameter
             for name, parameter in module.named_parameters()
