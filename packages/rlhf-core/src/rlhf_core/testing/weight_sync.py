@@ -1,0 +1,141 @@
+"""A trainer's side of weight sync for tests: a Transformers model whose weights a backend is kept equal to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.backends import RolloutBackend
+from rlhf_core.generation import GenerationRequest, Sample
+from rlhf_core.log_probs import log_probs_from_logits
+from rlhf_core.transport import Sender, open_sender
+from rlhf_core.weights import ModuleWeights, TensorSpec, WeightManifest, send_weights
+
+BUCKET_BYTES = 32 << 10
+"""Small, so that the tiny models travel in many buckets."""
+
+
+class Trainer:
+    """Holds the model that the backend under test should agree with, and sends it."""
+
+    def __init__(self, model_path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self._generator = torch.Generator().manual_seed(11)
+
+    def perturb(self, scale: float = 0.03) -> None:
+        """Add noise to every weight, so that log-probs change clearly."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=self._generator), alpha=scale)
+
+    def manifest(self, version: int) -> WeightManifest:
+        """Manifest of the model's weights."""
+        return ModuleWeights(self.model).manifest(version, bucket_bytes=BUCKET_BYTES)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Iterable[int]) -> Tensor:
+        """Logits of a plain forward pass, [length, vocab]."""
+        return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+
+    def log_probs(self, request: GenerationRequest, sample: Sample) -> Tensor:
+        """Untruncated log-probs of the sampled tokens at the request's temperature, [tokens]."""
+        logits = self.logits(request.prompt_token_ids + sample.token_ids)
+        before = logits[len(request.prompt_token_ids) - 1 : -1] / request.sampling.meaning.temperature
+        return log_probs_from_logits(before, torch.tensor(sample.token_ids, dtype=torch.long))
+
+    @torch.no_grad()
+    def prompt_continued_by(self, token_id: int, *, vocab_size: int) -> tuple[int, ...]:
+        """A prompt after which greedy decoding gives `token_id`, found by trying random ones."""
+        for _ in range(64):
+            prompts = torch.randint(5, vocab_size, (512, 4), generator=self._generator)
+            best = self.model(prompts, use_cache=False, logits_to_keep=1).logits[:, -1].argmax(dim=-1)
+            if (hits := (best == token_id).nonzero()).numel():
+                return tuple(prompts[int(hits[0])].tolist())
+        raise AssertionError(f"no prompt was found that the model continues with token {token_id}")
+
+
+async def sync(
+    backend: RolloutBackend,
+    trainer: Trainer,
+    *,
+    kind: str | None = None,
+    version: int | None = None,
+    timeout_s: float = 30.0,
+) -> int:
+    """Bring the backend to the trainer's weights over a new link; returns the version (default: the next)."""
+    version = backend.weight_version + 1 if version is None else version
+    manifest = trainer.manifest(version)
+    sender = await connect(backend, kind or cpu_transport(backend), timeout_s=timeout_s)
+    try:
+        await send_and_receive(backend, trainer, sender, manifest)
+    finally:
+        sender.close()
+    return version
+
+
+async def send_and_receive(
+    backend: RolloutBackend, trainer: Trainer, sender: Sender, manifest: WeightManifest
+) -> None:
+    """One transfer over an open link."""
+    receiving = asyncio.create_task(backend.receive_weights(manifest))
+    sending = asyncio.to_thread(send_weights, ModuleWeights(trainer.model), manifest, sender)
+    # The receiver's error is the cause, the sender's only its consequence: it is raised first.
+    for outcome in await asyncio.gather(receiving, sending, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+async def connect(backend: RolloutBackend, kind: str, *, timeout_s: float) -> Sender:
+    """Open a sender and join the backend to it."""
+    sender = open_sender(kind, receivers=backend.capabilities.receivers, timeout_s=timeout_s)
+    joining = asyncio.create_task(backend.connect(sender.link, 0))
+    await asyncio.to_thread(sender.accept)
+    await joining
+    return sender
+
+
+def cpu_transport(backend: RolloutBackend) -> str:
+    """The cheapest transport that works without a GPU."""
+    return next(kind for kind in ("local", "gloo") if kind in backend.capabilities.transports)
+
+
+async def broken_sync(backend: RolloutBackend, trainer: Trainer, fault: str, *, timeout_s: float = 2.0) -> None:
+    """A sync that cannot succeed; raises what `receive_weights` raises.
+
+    `fault` is `sender closes` (after the first bucket), `unknown name` or `missing name`.
+    """
+    manifest = trainer.manifest(backend.weight_version + 1)
+    source = ModuleWeights(trainer.model)
+    if fault == "unknown name":
+        extra = TensorSpec(name="model.no_such.weight", shape=(4,), dtype="float32")
+        manifest = replace(manifest, tensors=(*manifest.tensors, extra))
+        source = _WithExtra(trainer.model, extra)
+    elif fault == "missing name":
+        manifest = replace(manifest, tensors=manifest.tensors[:-1])
+    sender = await connect(backend, cpu_transport(backend), timeout_s=timeout_s)
+    sent = replace(manifest, tensors=manifest.buckets()[0].tensors) if fault == "sender closes" else manifest
+
+    def send() -> None:
+        try:
+            send_weights(source, sent, sender)
+        finally:
+            sender.close()
+
+    receiving = asyncio.create_task(backend.receive_weights(manifest))
+    outcome, _ = await asyncio.gather(receiving, asyncio.to_thread(send), return_exceptions=True)
+    if isinstance(outcome, BaseException):
+        raise outcome
+
+
+class _WithExtra(ModuleWeights):
+    """Sends one tensor that the model does not have."""
+
+    def __init__(self, module: nn.Module, extra: TensorSpec) -> None:
+        super().__init__(module)
+        self._tensors[extra.name] = nn.Parameter(torch.zeros(extra.shape))
