@@ -33,13 +33,14 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     total_steps: int = 0
-    """Optimizer steps until a linear or cosine schedule reaches `min_learning_rate_ratio`."""
+    """Optimizer steps until a linear or cosine schedule reaches `min_learning_rate_ratio`; 0 lets the training loop
+    fill in the length of its run."""
     min_learning_rate_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         if self.learning_rate < 0:
             raise ConfigError(f"optimizer: learning_rate must not be negative, got {self.learning_rate}")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+        if self.total_steps and self.total_steps <= self.warmup_steps:
             raise ConfigError(
                 f"optimizer: schedule {self.schedule!r} needs total_steps > warmup_steps, got "
                 f"total_steps={self.total_steps}, warmup_steps={self.warmup_steps}"

@@ -1,0 +1,199 @@
+"""The configuration of an online run: what `rlhf train CONFIG` reads, one frozen dataclass per section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhf_algos.recipes import GRPO, PPO
+from rlhf_core import ConfigError, OptimizerConfig, SamplingConfig
+from rlhf_core.engines import DType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSection:
+    """The models of the run. A path is tried first, then a hub name."""
+
+    policy: str
+    """Causal language model to improve."""
+    reference: str | None = None
+    """Model that the KL penalty is measured against; the policy's start if not given."""
+    critic: str | None = None
+    """Start of the critic (PPO); the reward model, else the policy's backbone, if not given."""
+    dtype: DType = "float32"
+    attention: str | None = None
+    """Attention implementation of the training engines; null chooses."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection:
+    """Prompts to train on, and held-out ones to evaluate on."""
+
+    prompts: str
+    """JSONL or Parquet file, or a hub dataset's name."""
+    split: str = "train"
+    eval_prompts: str | None = None
+    eval_split: str = "test"
+    eval_rows: int = 0
+    """Rows of `eval_prompts` used (0: all). Without `eval_prompts`, rows held out from the end of `prompts`."""
+    prompt_column: str = "prompt"
+    """Column with text, or with chat messages (a list of {role, content})."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """New name: column of the file, for what the reward function takes (`answer: solution`)."""
+    chat: bool = False
+    """Wrap plain text as a user message and apply the tokenizer's chat template; messages always get it."""
+    system_prompt: str | None = None
+    max_prompt_tokens: int = 1024
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with a prompt of more tokens; dropped ones are counted and reported."""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_tokens < 1:
+            raise ConfigError(f"data.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSection:
+    """Where scores come from: a Python function, a reward model, or both (their sum)."""
+
+    function: str | None = None
+    """`module:function`; called with `completions` and `prompts` and the data's other columns."""
+    model: str | None = None
+    """Sequence-classification model with one label."""
+    timeout_s: float = 60.0
+    """Deadline for the function on one batch."""
+
+    def __post_init__(self) -> None:
+        if self.function is None and self.model is None:
+            raise ConfigError("no reward: give reward.function ('module:function') or reward.model (a path)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmSection:
+    """Which algorithm, and the hyper-parameters of each."""
+
+    name: Literal["grpo", "ppo"] = "grpo"
+    grpo: GRPO = field(default_factory=GRPO)
+    ppo: PPO = field(default_factory=PPO)
+
+    @property
+    def recipe(self) -> GRPO | PPO:
+        """The chosen one."""
+        return self.grpo if self.name == "grpo" else self.ppo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSection:
+    """How samples are generated."""
+
+    backend: str = "auto"
+    """`auto` (vllm where installed, else transformers), an installed backend's name, or `module:Class`."""
+    engines: int = 1
+    samples_per_prompt: int = 8
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=256))
+    eval_temperature: float = 0.0
+    max_model_len: int = 0
+    """Prompt plus response tokens; 0 means data.max_prompt_tokens + sampling.max_tokens."""
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the chosen backend."""
+
+    def __post_init__(self) -> None:
+        for name in ("engines", "samples_per_prompt"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSection:
+    """How the models are trained."""
+
+    engine: str = "auto"
+    """`auto` (deepspeed where installed, else torch), an installed engine's name, or `module:Class`."""
+    ranks: int = 1
+    """Data-parallel ranks of the policy, and of the critic."""
+    prompts_per_step: int = 32
+    minibatches: int = 1
+    """Optimizer steps per pass over the samples of a step."""
+    epochs: int = 1
+    """Passes over the samples of a step."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    critic_warmup_steps: int = 0
+    """Steps at the start in which only the critic is trained."""
+    max_tokens_per_micro_batch: int = 16384
+    gradient_checkpointing: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the chosen engine (for deepspeed: stage, offload_optimizer, ...)."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "prompts_per_step", "minibatches", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementSection:
+    """Where the workers run."""
+
+    executor: Literal["auto", "local", "ray"] = "auto"
+    """`local`: all in this process; `ray`: an actor per worker; `auto`: ray where installed."""
+    ray_address: str | None = None
+    """An existing cluster (`auto` finds one on this host); null starts a local one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus_per_worker: float = 0.25
+    """CPU cores reserved per worker. Workers mostly take turns, so a share of a core is enough on a CPU box."""
+    gpus_per_worker: float = 1.0
+    """GPUs reserved per worker (on cuda)."""
+    timeout_s: float = 900.0
+    """Deadline of every wait on workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A whole run."""
+
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    placement: PlacementSection = field(default_factory=PlacementSection)
+    output_dir: str = "runs/rlhf"
+    steps: int = 100
+    seed: int = 0
+    eval_every: int = 0
+    """Steps between evaluations on the held-out prompts; 0 means at the start and at the end."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 means one at the end."""
+    keep_checkpoints: int = 2
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        samples = self.train.prompts_per_step * self.rollout.samples_per_prompt
+        if samples < self.train.minibatches * self.train.ranks:
+            raise ConfigError(
+                f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut into "
+                f"{self.train.minibatches} minibatches for {self.train.ranks} ranks; every rank needs a sample"
+            )
+        if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
+            raise ConfigError(
+                "GRPO compares samples of one prompt: rollout.samples_per_prompt must be at least 2, got 1"
+            )
+        if self.rollout.max_model_len and self.rollout.max_model_len < self.max_model_len_needed:
+            raise ConfigError(
+                f"rollout.max_model_len={self.rollout.max_model_len} is less than data.max_prompt_tokens + "
+                f"rollout.sampling.max_tokens = {self.max_model_len_needed}"
+            )
+
+    @property
+    def max_model_len_needed(self) -> int:
+        """Tokens of the longest prompt plus the longest response."""
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens

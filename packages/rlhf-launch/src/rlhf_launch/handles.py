@@ -1,0 +1,104 @@
+"""Calling a worker without knowing where it runs.
+
+A worker is a plain Python class. A handle starts its methods and returns futures: `LocalHandle` runs them on a
+thread of this process, `ray_cluster.RayHandle` in an actor. Everything above handles is the same code for both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, Protocol
+
+from rlhf_core import DeadlineExceeded
+
+
+class Handle(Protocol):
+    """A worker somewhere."""
+
+    name: str
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start `worker.method(*args, **kwargs)`."""
+        ...
+
+    def close(self) -> None:
+        """Close the worker and wait until it is gone; may be called twice."""
+        ...
+
+
+class LocalHandle:
+    """A worker in this process, on an event-loop thread of its own: one method at a time, like an actor.
+
+    Coroutine methods interleave, others block the worker's thread (and only that).
+    """
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._worker: Any = None
+        self._ready = self._submit(make)
+
+    def ready(self) -> Future[Any]:
+        """Resolves when the worker is constructed."""
+        return self._ready
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See Handle."""
+        return self._submit(lambda: getattr(self._worker, method)(*args, **kwargs))
+
+    def close(self) -> None:
+        """See Handle."""
+        if not self._thread.is_alive():
+            return
+        if self._worker is not None:
+            self.call("close").result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        constructing = self._worker is None
+
+        async def run() -> Any:
+            result = work()
+            if inspect.isawaitable(result):
+                result = await result
+            if constructing and self._worker is None:
+                self._worker = result
+                return None
+            return result
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+
+def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:
+    """Results in order. The first failure is raised at once, without waiting for the others.
+
+    Args:
+        futures: calls under way.
+        what: what is awaited, for the error message.
+        timeout_s: deadline for all of them together.
+
+    Raises:
+        DeadlineExceeded: names `what` and how many of the calls had returned.
+    """
+    done, pending = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        if future in done and (error := future.exception()) is not None:
+            raise error
+    if pending:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for {what}; {len(done)} of {len(futures)} calls returned. Look at the workers' "
+            "logs, or raise `placement.timeout_s`"
+        )
+    return [future.result() for future in futures]
+
+
+def call_all(handles: Iterable[Handle], method: str, *args: Any, what: str, timeout_s: float) -> list[Any]:
+    """The same call on every worker at once."""
+    return gather([handle.call(method, *args) for handle in handles], what=what, timeout_s=timeout_s)

@@ -1,0 +1,177 @@
+"""Which workers a run needs, and the executors that place them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rlhf_core import (
+    ROLLOUT_BACKENDS,
+    TRAIN_ENGINES,
+    EngineConfig,
+    OptimizerConfig,
+    Role,
+    RolloutConfig,
+    load_plugin,
+)
+from rlhf_launch.components import Components
+from rlhf_launch.config import RunConfig
+from rlhf_launch.handles import Handle, LocalHandle
+from rlhf_launch.workers import RolloutWorker, TrainWorker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPlan:
+    """One worker to be placed."""
+
+    name: str
+    worker: type
+    arguments: tuple[Any, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that must be there before the worker's process imports anything."""
+    cpus: float = 1.0
+    gpus: float = 0.0
+    concurrency: int | None = None
+    """Calls that may be under way at once; None for one at a time."""
+
+
+class Executor(Protocol):
+    """Places workers."""
+
+    transports: Sequence[str]
+    """Ways for the weights from trainer to generator, best first."""
+
+    def place(self, plans: Sequence[WorkerPlan]) -> Sequence[Handle]:
+        """Start all workers; a handle for each, in order."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; may be called twice."""
+        ...
+
+
+class LocalExecutor:
+    """All workers in this process, each on a thread of its own."""
+
+    transports = ("local",)
+
+    def place(self, plans: Sequence[WorkerPlan]) -> list[LocalHandle]:
+        """See Executor."""
+        return [LocalHandle(plan.name, lambda plan=plan: plan.worker(*plan.arguments)) for plan in plans]
+
+    def close(self) -> None:
+        """Nothing beyond the handles to give back."""
+
+
+def open_executor(config: RunConfig, components: Components) -> Executor:
+    """The executor that the components name."""
+    if components.executor == "local":
+        return LocalExecutor()
+    from rlhf_launch.ray_cluster import RayCluster
+
+    transports = ("nccl", "gloo") if components.device == "cuda" else ("gloo",)
+    placement = config.placement
+    return RayCluster(placement.ray_address, transports=transports, timeout_s=placement.timeout_s)
+
+
+def training_plans(config: RunConfig, components: Components, role: Role) -> list[WorkerPlan]:
+    """The ranks of one training role; reference and reward models have one rank each."""
+    engine_config = EngineConfig(
+        model=_model_of(config, role),
+        role=role,
+        optimizer=_optimizer_of(config, role),
+        dtype=config.model.dtype,
+        device=components.device,
+        max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        attention=config.model.attention,
+        seed=config.seed,
+        trust_remote_code=config.model.trust_remote_code,
+        options=config.train.options,
+    )
+    environment = _environment(TRAIN_ENGINES, components.engine, engine_config)
+    ranks = config.train.ranks if role in ("policy", "critic") else 1
+    return [
+        WorkerPlan(
+            name=f"{role}-{rank}",
+            worker=TrainWorker,
+            arguments=(components.engine, engine_config, environment),
+            environment=environment,
+            cpus=config.placement.cpus_per_worker,
+            gpus=config.placement.gpus_per_worker if components.device == "cuda" else 0.0,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def rollout_plans(config: RunConfig, components: Components) -> list[WorkerPlan]:
+    """The rollout engines."""
+    rollout = config.rollout
+    backend_config = RolloutConfig(
+        model=config.model.policy,
+        dtype=config.model.dtype,
+        device=components.device,
+        max_model_len=rollout.max_model_len or config.max_model_len_needed,
+        max_num_seqs=rollout.max_num_seqs,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        seed=config.seed,
+        trust_remote_code=config.model.trust_remote_code,
+        options=rollout.options,
+    )
+    environment = _environment(ROLLOUT_BACKENDS, components.backend, backend_config)
+    gpus = config.placement.gpus_per_worker * rollout.tensor_parallel_size
+    return [
+        WorkerPlan(
+            name=f"rollout-{index}",
+            worker=RolloutWorker,
+            arguments=(components.backend, backend_config, environment),
+            environment=environment,
+            cpus=config.placement.cpus_per_worker,
+            gpus=gpus if components.device == "cuda" else 0.0,
+            concurrency=10_000,
+        )
+        for index in range(rollout.engines)
+    ]
+
+
+def roles_of(config: RunConfig) -> list[Role]:
+    """The training roles of a run, the policy first."""
+    recipe = config.algorithm.recipe
+    roles: list[Role] = ["policy"]
+    if recipe.needs_critic:
+        roles.append("critic")
+    if recipe.needs_reference:
+        roles.append("reference")
+    if config.reward.model is not None:
+        roles.append("reward")
+    return roles
+
+
+def _model_of(config: RunConfig, role: Role) -> str:
+    model = config.model
+    start = {
+        "policy": model.policy,
+        "reference": model.reference or model.policy,
+        "critic": model.critic or config.reward.model or model.policy,
+        "reward": config.reward.model,
+    }[role]
+    return str(start)
+
+
+def _optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
+    if role not in ("policy", "critic"):
+        return None
+    optimizer = config.train.optimizer if role == "policy" else config.train.critic_optimizer
+    if optimizer.schedule != "constant" and not optimizer.total_steps:
+        steps = config.steps - (config.train.critic_warmup_steps if role == "policy" else 0)
+        optimizer = replace(optimizer, total_steps=steps * config.train.epochs * config.train.minibatches)
+    return optimizer
+
+
+def _environment(group: str, name: str, config: Any) -> dict[str, str]:
+    """What the plugin wants in its process's environment, and where Python finds the user's own modules."""
+    wanted = getattr(load_plugin(group, name), "process_environment", None)
+    paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} | (dict(wanted(config)) if wanted else {})

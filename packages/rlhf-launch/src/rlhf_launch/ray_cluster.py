@@ -1,0 +1,163 @@
+"""Workers as Ray actors: the one module that knows Ray."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlhf_core import EngineDiedError, ResourceError
+from rlhf_launch.placement import WorkerPlan
+
+
+class RayCluster:
+    """A local or existing Ray cluster, and the placement of this run's workers on it."""
+
+    def __init__(
+        self, address: str | None = None, *, transports: Sequence[str] = ("gloo",), timeout_s: float = 600.0
+    ) -> None:
+        self.transports = transports
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Started by `uv run`, Ray would start every worker through uv again, which syncs the environment.
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        self._ray = ray
+        self._timeout_s = timeout_s
+        self._group: Any = None
+        self._owned = not ray.is_initialized()
+        if self._owned:
+            self._start(address)
+
+    def _start(self, address: str | None) -> None:
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if address is not None:
+            self._ray.init(address=address, **settings)
+            return
+        self._ray.init(
+            include_dashboard=False,
+            object_store_memory=_object_store_bytes(),
+            # Unix sockets live below it, and their paths may have about 100 characters.
+            _temp_dir=tempfile.mkdtemp(prefix="ray-", dir="/tmp"),
+            **settings,
+        )
+
+    def check_resources(self, plans: Sequence[WorkerPlan]) -> None:
+        """Refuse a run that can never be placed, before anything heavy is started.
+
+        Raises:
+            ResourceError: what is needed, what there is, and what to change.
+        """
+        available = self._ray.cluster_resources()
+        for resource, need in {
+            "CPU": sum(plan.cpus for plan in plans),
+            "GPU": sum(plan.gpus for plan in plans),
+        }.items():
+            have = available.get(resource, 0)
+            if need > have + 1e-6:
+                roles = ", ".join(f"{plan.name} ({getattr(plan, resource.lower() + 's'):g})" for plan in plans)
+                raise ResourceError(
+                    f"the run needs {need:g} {resource} for {len(plans)} workers, the Ray cluster has {have:g}: "
+                    f"{roles}. Use fewer `train.ranks` or `rollout.engines`, a lower "
+                    f"`placement.{resource.lower()}s_per_worker`, or a larger cluster"
+                )
+
+    def place(self, plans: Sequence[WorkerPlan]) -> list[RayHandle]:
+        """Reserve room for all workers at once, then start them all (they meet while starting)."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.check_resources(plans)
+        bundles = [{"CPU": plan.cpus, **({"GPU": plan.gpus} if plan.gpus else {})} for plan in plans]
+        self._group = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(timeout_seconds=self._timeout_s):
+            raise ResourceError(
+                f"the Ray cluster gave no room for {len(plans)} workers within {self._timeout_s:g} s; other jobs may "
+                "hold its resources (see `ray status`)"
+            )
+        handles = []
+        for index, plan in enumerate(plans):
+            options: dict[str, Any] = {
+                "num_cpus": plan.cpus,
+                "num_gpus": plan.gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+                "runtime_env": {"env_vars": dict(plan.environment)},
+            }
+            if plan.concurrency is not None:
+                options["max_concurrency"] = plan.concurrency
+            actor = self._ray.remote(plan.worker).options(**options).remote(*plan.arguments)
+            handles.append(RayHandle(plan.name, actor))
+        return handles
+
+    def close(self) -> None:
+        """Give the room back; stops Ray if this object started it."""
+        if self._group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self._group)
+            self._group = None
+        if self._owned and self._ray.is_initialized():
+            self._ray.shutdown()
+
+
+class RayHandle:
+    """A worker in a Ray actor."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See handles.Handle; errors arrive as the worker raised them."""
+        raw: Future[Any] = getattr(self._actor, method).remote(*args, **kwargs).future()
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                future.set_result(done.result())
+            else:
+                future.set_exception(_first_cause(self.name, method, error))
+
+        raw.add_done_callback(settle)
+        return future
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Close the worker, then end its process."""
+        if self._actor is None:
+            return
+        import ray
+
+        try:
+            ray.get(self._actor.close.remote(), timeout=timeout_s)
+        except Exception:  # the process is ended next, whatever state it is in
+            pass
+        ray.kill(self._actor)
+        self._actor = None
+
+
+def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
+    """The exception the worker raised, instead of Ray's wrapper around it."""
+    import ray
+
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, BaseException):
+            cause.add_note(f"raised by {name} in {method}; its traceback:\n{error.traceback_str}")
+            return cause
+        return error
+    if isinstance(error, ray.exceptions.RayActorError):
+        return EngineDiedError(f"{name} died during {method}: {error}")
+    return error
+
+
+def _object_store_bytes() -> int:
+    """A small share of memory: batches and requests pass through it, weights do not."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(80 << 20, min(2 << 30, memory // 20))

@@ -1,0 +1,151 @@
+"""All ranks of one training role, called as one engine: batches are dealt to the ranks, results put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core import Batch, Loss, ModelOutputs, StepReport, WeightManifest
+from rlhf_launch.handles import Handle, call_all, gather
+
+
+def deal_units(lengths: Sequence[int], *, rows_per_unit: int, ranks: int) -> list[list[int]]:
+    """Units for each rank: longest first, each to the rank with the fewest tokens and the fewest units.
+
+    Every rank gets the same number of units, give or take one, so that all run at about the same time and none
+    is without work. Returns lists of unit indices in ascending order.
+
+    >>> deal_units([9, 1, 8, 2], rows_per_unit=1, ranks=2)
+    [[0, 1], [2, 3]]
+    """
+    units = [sum(lengths[start : start + rows_per_unit]) for start in range(0, len(lengths), rows_per_unit)]
+    if len(units) < ranks:
+        raise ValueError(f"{len(units)} units of rows cannot be dealt to {ranks} ranks; give at least one each")
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    most = -(-len(units) // ranks)
+    for left, unit in zip(
+        range(len(units), 0, -1), sorted(range(len(units)), key=lambda index: -units[index]), strict=True
+    ):
+        empty = [rank for rank in range(ranks) if not dealt[rank]]
+        open_ranks = empty if len(empty) == left else [r for r in range(ranks) if len(dealt[r]) < most]
+        rank = min(open_ranks, key=lambda candidate: (load[candidate], candidate))
+        dealt[rank].append(unit)
+        load[rank] += units[unit]
+    return [sorted(units) for units in dealt]
+
+
+class TrainGroup:
+    """The ranks of one role. Has the methods of TrainEngine, over all ranks."""
+
+    def __init__(self, name: str, handles: Sequence[Handle], *, timeout_s: float) -> None:
+        self.name = name
+        self._handles = list(handles)
+        self._timeout_s = timeout_s
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._handles)
+
+    def start(self) -> float:
+        """Build the engines of all ranks; returns the seconds of the slowest."""
+        first = self._handles[0].call("address", self.ranks)
+        (address,) = gather([first], what=f"{self.name} rank 0 to offer an address", timeout_s=self._timeout_s)
+        futures = [handle.call("start", rank, self.ranks, address) for rank, handle in enumerate(self._handles)]
+        return max(gather(futures, what=f"{self.name} to build its engines", timeout_s=self._timeout_s))
+
+    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """See TrainEngine; rows keep their order."""
+        dealt = self._deal(batch)
+        futures = [
+            handle.call("score", batch.select(rows), tuple(outputs))
+            for handle, rows in zip(self._handles, dealt, strict=True)
+        ]
+        parts = gather(futures, what=f"{self.name} to score a batch", timeout_s=self._timeout_s)
+        return _reassemble(batch, dealt, parts)
+
+    def step(self, batch: Batch, loss: Loss) -> StepReport:
+        """See TrainEngine."""
+        futures = [
+            handle.call("step", batch.select(rows), loss)
+            for handle, rows in zip(self._handles, self._deal(batch), strict=True)
+        ]
+        return gather(futures, what=f"{self.name} to take a step", timeout_s=self._timeout_s)[0]
+
+    def open_link(self, kind: str, receivers: int) -> Any:
+        """Open a weight link on rank 0."""
+        future = self._handles[0].call("open_link", kind, receivers, self._timeout_s)
+        return gather([future], what=f"{self.name} to open a weight link", timeout_s=self._timeout_s)[0]
+
+    def accept_link(self) -> Any:
+        """Start waiting for the receivers; returns a future."""
+        return self._handles[0].call("accept_link")
+
+    def manifest(self, version: int, *, bucket_bytes: int) -> WeightManifest:
+        """What a sync would move."""
+        return self._all("manifest", version, bucket_bytes, what="describe its weights")[0]
+
+    def send(self, manifest: WeightManifest) -> list[Any]:
+        """Start sending on all ranks; returns futures of seconds."""
+        return [handle.call("send", manifest) for handle in self._handles]
+
+    def offload(self) -> None:
+        """See TrainEngine."""
+        self._all("offload", what="offload")
+
+    def reload(self) -> None:
+        """See TrainEngine."""
+        self._all("reload", what="reload")
+
+    def save(self, path: Path) -> None:
+        """See TrainEngine."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._all("save", path, what="save a checkpoint")
+
+    def load(self, path: Path) -> None:
+        """See TrainEngine."""
+        self._all("load", path, what="load a checkpoint")
+
+    def export(self, path: Path) -> None:
+        """See TrainEngine."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._all("export", path, what="export the model")
+
+    def close(self) -> None:
+        """Close all ranks."""
+        for handle in self._handles:
+            handle.close()
+
+    def _deal(self, batch: Batch) -> list[list[int]]:
+        size = batch.rows_per_unit
+        dealt = deal_units(batch.lengths.tolist(), rows_per_unit=size, ranks=self.ranks)
+        return [[unit * size + i for unit in units for i in range(size)] for units in dealt]
+
+    def _all(self, method: str, *args: Any, what: str) -> list[Any]:
+        return call_all(self._handles, method, *args, what=f"{self.name} to {what}", timeout_s=self._timeout_s)
+
+
+def _reassemble(batch: Batch, dealt: list[list[int]], parts: Sequence[ModelOutputs]) -> ModelOutputs:
+    """Rows of all ranks back in the order of the batch."""
+    result: dict[str, torch.Tensor] = {}
+    for name in (field.name for field in fields(ModelOutputs)):
+        pieces = [getattr(part, name) for part in parts]
+        if any(piece is None for piece in pieces):
+            continue
+        if pieces[0].dim() == 0:
+            result[name] = torch.stack(pieces).mean()
+            continue
+        shape = (batch.rows, batch.token_ids.shape[1])[: pieces[0].dim()]
+        full = torch.zeros(shape, dtype=pieces[0].dtype)
+        for rows, piece in zip(dealt, pieces, strict=True):
+            if piece.dim() == 2:
+                full[rows, : piece.shape[1]] = piece
+            else:
+                full[rows] = piece
+        result[name] = full
+    return ModelOutputs(**result)

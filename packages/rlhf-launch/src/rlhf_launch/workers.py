@@ -1,0 +1,223 @@
+"""The two workers: one rank of a training engine, one rollout engine. Plain classes, Ray does not appear here."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy
+import torch
+
+from rlhf_core import (
+    ROLLOUT_BACKENDS,
+    TRAIN_ENGINES,
+    BackendCapabilities,
+    Batch,
+    EngineConfig,
+    GenerationRequest,
+    GenerationResult,
+    Link,
+    Loss,
+    ModelOutputs,
+    RolloutBackend,
+    RolloutConfig,
+    Sender,
+    StepReport,
+    TrainEngine,
+    WeightManifest,
+    load_plugin,
+    open_sender,
+    send_weights,
+)
+
+
+class TrainWorker:
+    """One rank of a policy, critic, reference or reward engine.
+
+    `prepare` and `start` are two steps because ranks meet: rank 0 offers the address first, then all build
+    their engines at the same time.
+    """
+
+    def __init__(self, engine: str, config: EngineConfig, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        self._engine_name = engine
+        self._config = config
+        self._engine: TrainEngine | None = None
+        self._sender: Sender | None = None
+        self._store: object = None
+
+    def address(self, world_size: int) -> tuple[str, int]:
+        """Rank 0's meeting point. With one rank there is none to hold; the engine finds its own."""
+        host = host_address()
+        if world_size == 1:
+            return host, 0
+        # The store listens on a port that the system chose, and stays open: no bind-and-close race. The ranks'
+        # process group joins it as clients (TORCHELASTIC_USE_AGENT_STORE).
+        self._store = torch.distributed.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+        return host, self._store.port  # type: ignore[attr-defined]
+
+    def start(self, rank: int, world_size: int, address: tuple[str, int]) -> float:
+        """Build the engine; all ranks at once. Returns the seconds it took."""
+        begin = time.perf_counter()
+        if world_size > 1:
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=os.environ.get("RLHF_LOCAL_RANK", "0"),
+                WORLD_SIZE=str(world_size),
+                MASTER_ADDR=address[0],
+                MASTER_PORT=str(address[1]),
+                TORCHELASTIC_USE_AGENT_STORE="True",
+            )
+        seed_everything(self._config.seed)
+        self._engine = load_plugin(TRAIN_ENGINES, self._engine_name)(self._config)
+        return time.perf_counter() - begin
+
+    @property
+    def engine(self) -> TrainEngine:
+        """The engine; only after `start`."""
+        if self._engine is None:
+            raise RuntimeError("the training worker is not started")
+        return self._engine
+
+    def score(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
+        """See TrainEngine."""
+        return self.engine.score(batch, outputs)
+
+    def step(self, batch: Batch, loss: Loss) -> StepReport:
+        """See TrainEngine."""
+        return self.engine.step(batch, loss)
+
+    def open_link(self, kind: str, receivers: int, timeout_s: float) -> Link:
+        """Open the sending end of a weight link on this rank, replacing an older one."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = open_sender(
+            kind,
+            receivers=receivers,
+            host=host_address(),
+            device="cuda" if kind == "nccl" else "cpu",
+            timeout_s=timeout_s,
+        )
+        return self._sender.link
+
+    def accept_link(self) -> None:
+        """Wait for all receivers."""
+        if self._sender is not None:
+            self._sender.accept()
+
+    def manifest(self, version: int, bucket_bytes: int) -> WeightManifest:
+        """What a sync would move; collective."""
+        return self.engine.weights().manifest(version, bucket_bytes=bucket_bytes)
+
+    def send(self, manifest: WeightManifest) -> float:
+        """Gather and send all weights; collective. Returns the seconds it took."""
+        begin = time.perf_counter()
+        send_weights(self.engine.weights(), manifest, self._sender)
+        return time.perf_counter() - begin
+
+    def offload(self) -> None:
+        """See TrainEngine."""
+        self.engine.offload()
+
+    def reload(self) -> None:
+        """See TrainEngine."""
+        self.engine.reload()
+
+    def save(self, path: Path) -> None:
+        """See TrainEngine."""
+        self.engine.save(path)
+
+    def load(self, path: Path) -> None:
+        """See TrainEngine."""
+        self.engine.load(path)
+
+    def export(self, path: Path) -> None:
+        """See TrainEngine."""
+        self.engine.export(path)
+
+    def close(self) -> None:
+        """Release engine, link and store."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._store = None
+
+
+class RolloutWorker:
+    """One rollout engine. All methods are coroutines; many `generate` calls run at once."""
+
+    def __init__(self, backend: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        begin = time.perf_counter()
+        self._backend: RolloutBackend = load_plugin(ROLLOUT_BACKENDS, backend)(config)
+        self._start_seconds = time.perf_counter() - begin
+
+    async def start(self) -> float:
+        """Seconds that the backend took to be ready."""
+        return self._start_seconds
+
+    async def capabilities(self) -> BackendCapabilities:
+        """See RolloutBackend."""
+        return self._backend.capabilities
+
+    async def weight_version(self) -> int:
+        """See RolloutBackend."""
+        return self._backend.weight_version
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See RolloutBackend."""
+        return await self._backend.generate(request)
+
+    async def connect(self, link: Link, rank: int) -> None:
+        """See RolloutBackend."""
+        await self._backend.connect(link, rank)
+
+    async def receive_weights(self, manifest: WeightManifest) -> float:
+        """See RolloutBackend. Returns the seconds it took."""
+        begin = time.perf_counter()
+        await self._backend.receive_weights(manifest)
+        return time.perf_counter() - begin
+
+    async def pause(self, mode: str) -> None:
+        """See RolloutBackend."""
+        await self._backend.pause(mode)  # type: ignore[arg-type]
+
+    async def resume(self) -> None:
+        """See RolloutBackend."""
+        await self._backend.resume()
+
+    async def sleep(self) -> None:
+        """See RolloutBackend."""
+        await self._backend.sleep()
+
+    async def wake(self) -> None:
+        """See RolloutBackend."""
+        await self._backend.wake()
+
+    async def close(self) -> None:
+        """See RolloutBackend."""
+        self._backend.close()
+
+
+def host_address() -> str:
+    """The address under which other hosts reach this one; loopback outside a cluster."""
+    if (address := os.environ.get("RLHF_HOST_ADDRESS")) is not None:
+        return address
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
