@@ -1,0 +1,184 @@
+"""The training engine of one process (or `torchrun`'s data-parallel ones), on CPU or CUDA, in plain torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_core import (
+    Batch,
+    ConfigError,
+    EngineConfig,
+    Loss,
+    ModelOutputs,
+    ModuleWeights,
+    StepReport,
+    TrainingDivergedError,
+    WeightSource,
+    accumulate,
+    model_outputs,
+    score_in_micro_batches,
+)
+
+from rlhf_algos.config_files import from_mapping
+from rlhf_algos.torch_checkpoint import RandomState, load_state, load_weights, save_state, save_weights
+from rlhf_algos.torch_models import LoraWeights, TorchOptions, load_model
+from rlhf_algos.torch_optimizer import MasterAdamW
+from rlhf_algos.torch_ranks import average_gradients, join_ranks, rank_of
+
+
+class TorchEngine:
+    """`rlhf_core.TrainEngine` for all four roles: the whole model in this process.
+
+    >>> engine = TorchEngine(EngineConfig(model="run/model", optimizer=OptimizerConfig()))   # doctest: +SKIP
+    >>> engine.step(batch, loss).loss                                                        # doctest: +SKIP
+
+    16-bit training keeps float32 master weights. Under `torchrun` every rank holds the whole model and
+    gradients are averaged.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        options = from_mapping(TorchOptions, config.options, source="engine options of the torch engine")
+        if config.dtype == "float16" and config.optimizer is not None:
+            raise ConfigError("the torch engine does no loss scaling, as float16 needs it; write dtype: bfloat16")
+        self.config = config
+        self.device = torch.device(config.device)
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigError(f"device {config.device!r} was asked for, but torch sees no CUDA device")
+            if self.device.index is None:
+                self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        self.ranks = join_ranks(self.device)
+        self.model: Any = load_model(config, options).to(self.device)
+        self._lora = options.lora is not None and config.optimizer is not None
+        self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None
+        self._random = RandomState(config.seed + rank_of(self.ranks), self.device)
+        self._skipped_in_a_row = 0
+
+    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """See TrainEngine."""
+        self.model.eval()
+        return score_in_micro_batches(
+            batch.to(self.device),
+            outputs,
+            forward=self._forward,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            ranks=self.ranks,
+        )
+
+    def step(self, batch: Batch, loss: Loss) -> StepReport:
+        """See TrainEngine.
+
+        Raises:
+            ConfigError: the engine was made without an optimizer.
+            TrainingDivergedError: more than `max_skipped_steps` steps in a row were not finite.
+        """
+        if self._optimizer is None:
+            raise ConfigError(f"the {self.config.role} engine is frozen; give it an optimizer to train it")
+        learning_rate = self._optimizer.learning_rate
+        self.model.train()
+        with self._random:
+            done = accumulate(
+                batch.to(self.device),
+                loss,
+                forward=self._forward,
+                backward=lambda total, last: total.backward() if total.requires_grad else None,
+                max_tokens=self.config.max_tokens_per_micro_batch,
+                ranks=self.ranks,
+            )
+        (tokens,) = self.ranks.sum([batch.tokens])
+        if not done.finite:
+            return self._skip(done.bad_sample_ids, math.nan, learning_rate)
+        average_gradients(self._optimizer.parameters, self.ranks)
+        norm = float(self._optimizer.gradient_norm())
+        if not math.isfinite(norm):
+            everyone = [name for part in self.ranks.gather(batch.sample_ids) for name in part]  # type: ignore
+            return self._skip(tuple(everyone), norm, learning_rate)
+        self._optimizer.step(norm)
+        self._skipped_in_a_row = 0
+        return StepReport(
+            loss=done.loss,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            metrics={name: mean.value for name, mean in done.metrics.items()},
+            tokens=int(tokens),
+        )
+
+    def weights(self) -> WeightSource:
+        """See TrainEngine; adapters are merged into the weights they belong to."""
+        return LoraWeights(self.model) if self._lora else ModuleWeights(self.model)
+
+    def offload(self) -> None:
+        """See TrainEngine."""
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """See TrainEngine."""
+        self._move(self.device)
+
+    def save(self, path: Path) -> None:
+        """See TrainEngine."""
+        rank = rank_of(self.ranks)
+        state: dict[str, Any] = {"random": self._random.state, "skipped": self._skipped_in_a_row}
+        if rank == 0:
+            save_weights(self.model, path)
+            state["optimizer"] = self._optimizer.state_dict() if self._optimizer else None
+        save_state(state, path, rank=rank)
+        self.ranks.max(0)  # nobody goes on before all files are there
+
+    def load(self, path: Path) -> None:
+        """See TrainEngine.
+
+        Raises:
+            ConfigError: there is no checkpoint in `path`, or it is one of another model.
+        """
+        load_weights(self.model, path)
+        state = load_state(path, rank=rank_of(self.ranks))
+        optimizer = load_state(path)["optimizer"]
+        if self._optimizer is not None:
+            if optimizer is None:
+                raise ConfigError(f"the checkpoint in {str(path)!r} was written without an optimizer")
+            self._optimizer.load_state_dict(optimizer)
+        self._random.state = list(state["random"])
+        self._skipped_in_a_row = int(state["skipped"])
+
+    def export(self, path: Path) -> None:
+        """See TrainEngine; adapters are merged."""
+        if rank_of(self.ranks) == 0:
+            merged = LoraWeights(self.model).state_dict() if self._lora else None
+            self.model.save_pretrained(path, state_dict=merged)
+        self.ranks.max(0)
+
+    def close(self) -> None:
+        """See TrainEngine."""
+        self.model = self._optimizer = None
+
+    def _forward(self, batch: Batch, fields: Sequence[str]) -> ModelOutputs:
+        return model_outputs(self.model, batch, fields)
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        if self._optimizer is not None:
+            self._optimizer.move(device)
+
+    def _skip(self, names: tuple[str, ...], norm: float, learning_rate: float) -> StepReport:
+        """Throw the gradients away; the weights stay as they are."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > self.config.max_skipped_steps:
+            raise TrainingDivergedError(
+                f"{self._skipped_in_a_row} training steps in a row had a non-finite loss or gradient (at most "
+                f"{self.config.max_skipped_steps} are skipped); last samples: {', '.join(names[:8]) or 'unnamed'}. "
+                "Lower the learning rate, or look at these samples"
+            )
+        return StepReport(
+            loss=math.nan, grad_norm=norm, learning_rate=learning_rate, skipped=True, bad_sample_ids=names
+        )

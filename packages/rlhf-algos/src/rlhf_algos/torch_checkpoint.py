@@ -1,0 +1,96 @@
+"""Checkpoints of the torch engine: weights as safetensors, optimizer and random state read with weights_only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_core import ConfigError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+WEIGHTS = "weights.safetensors"
+STATE = "engine.pt"
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer once; tied parameters under their first name."""
+    persistent = model.state_dict().keys()
+    named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write all parameters and persistent buffers, bit for bit."""
+    save_file({name: tensor.cpu().contiguous() for name, tensor in _tensors(model).items()}, path / WEIGHTS)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Inverse of `save_weights`.
+
+    Raises:
+        ConfigError: the file is missing or belongs to another model.
+    """
+    if not (path / WEIGHTS).exists():
+        raise ConfigError(f"no checkpoint in {str(path)!r}: {WEIGHTS} is missing")
+    saved, own = load_file(path / WEIGHTS), _tensors(model)
+    different = sorted(
+        name
+        for name in saved.keys() | own.keys()
+        if name not in saved or name not in own or saved[name].shape != own[name].shape
+    )
+    if different:
+        raise ConfigError(
+            f"the checkpoint in {str(path)!r} is of another model: {len(different)} weights differ in name or "
+            f"shape, among them {', '.join(different[:3])}"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+
+def save_state(state: dict[str, Any], path: Path, *, rank: int = 0) -> None:
+    """Write tensors and plain values; one file per rank."""
+    torch.save(state, path / (STATE if rank == 0 else f"engine-{rank}.pt"))
+
+
+def load_state(path: Path, *, rank: int = 0) -> dict[str, Any]:
+    """Inverse of `save_state`. Nothing but tensors and plain values is ever unpickled.
+
+    Raises:
+        ConfigError: the file is missing, for instance because fewer ranks wrote the checkpoint.
+    """
+    file = path / (STATE if rank == 0 else f"engine-{rank}.pt")
+    if not file.exists():
+        raise ConfigError(f"{str(file)!r} is missing; resume with as many processes as wrote the checkpoint")
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class RandomState:
+    """The engine's own stream of random numbers (dropout): apart from the process's, saved and restored.
+
+    Used as a context manager round a forward pass.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=self._cuda):
+            torch.manual_seed(seed)
+            self.state = self._read()
+
+    def _read(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
+
+    def _write(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        for device, saved in zip(self._cuda, state[1:], strict=True):
+            torch.cuda.set_rng_state(saved, device)
+
+    def __enter__(self) -> None:
+        self._outside = self._read()
+        self._write(self.state)
+
+    def __exit__(self, *_: object) -> None:
+        self.state = self._read()
+        self._write(self._outside)
