@@ -193,8 +193,9 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
             sending.wait()
         _pack(bucket, tensors, buffers[slot])
         pending[slot] = sender.send(buffers[slot][: bucket.nbytes])
-    for sending in pending:
-        if sending is not None:
+    # Oldest first: the receiver takes them in the order of sending.
+    for index in (len(buckets), len(buckets) + 1):
+        if (sending := pending[index % 2]) is not None:
             sending.wait()
 
 
