@@ -1,0 +1,93 @@
+"""From token rewards to advantages along a response: GAE, discounted returns, and whitening over a batch.
+
+Environment tokens (False in the mask, between sampled tokens) are skipped: they neither discount nor decay.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from rlhf_core import OneRank, Ranks, masked_sum
+from torch import Tensor
+
+EpsMode = Literal["add", "clamp"]
+"""How `eps` guards the variance: `add` (var + eps, verl and TRL's PPO) or `clamp` (max(var, eps), OpenRLHF)."""
+
+
+def gae(
+    rewards: Float[Tensor, "rows length"],
+    values: Float[Tensor, "rows length"],
+    response_mask: Bool[Tensor, "rows length"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Float[Tensor, "rows length"], Float[Tensor, "rows length"]]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns, zero where masked.
+
+    A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t, where `next` is the next *sampled* token
+    and V after the last one is 0. returns = advantages + values.
+
+    >>> mask = torch.tensor([[False, True, False, True]])
+    >>> gae(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 4), mask, lam=0.5)[0]
+    tensor([[0.0000, 0.5000, 0.0000, 1.0000]])
+    """
+    rewards, values = rewards.masked_fill(~response_mask, 0), values.masked_fill(~response_mask, 0)
+    advantages = torch.zeros_like(values)
+    advantage = next_value = values.new_zeros(values.shape[0])
+    for position in reversed(range(values.shape[1])):
+        sampled = response_mask[:, position]
+        delta = rewards[:, position] + gamma * next_value - values[:, position]
+        advantage = torch.where(sampled, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(sampled, values[:, position], next_value)
+        advantages[:, position] = torch.where(sampled, advantage, 0.0)
+    return advantages, (advantages + values).masked_fill(~response_mask, 0)
+
+
+def discounted_returns(
+    rewards: Float[Tensor, "rows length"], response_mask: Bool[Tensor, "rows length"], *, gamma: float = 1.0
+) -> Float[Tensor, "rows length"]:
+    """Sum of the rewards from each sampled token on, discounted per sampled token (REINFORCE++, Hu 2025)."""
+    return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0)[0]
+
+
+def whiten(
+    values: Float[Tensor, "rows length"],
+    mask: Bool[Tensor, "rows length"],
+    *,
+    shift_mean: bool = True,
+    unbiased: bool = False,
+    eps: float = 1e-8,
+    eps_mode: EpsMode = "clamp",
+    ranks: Ranks | None = None,
+) -> Float[Tensor, "rows length"]:
+    """Values to unit variance, and zero mean if `shift_mean`, over the counted tokens of all ranks.
+
+    Args:
+        values: one number per token.
+        mask: True where a token counts; the result is zero elsewhere.
+        shift_mean: False divides only, as PPO does for rewards.
+        unbiased: divide by n - 1 (verl, TRL's PPO) and not by n (OpenRLHF).
+        eps: guard of the variance, see `EpsMode`.
+        eps_mode: see `EpsMode`.
+        ranks: other ranks that hold parts of the batch; None means this is the whole batch.
+
+    Values that are all equal become zeros (with `shift_mean`), never NaN.
+    """
+    ranks = ranks or OneRank()
+    exact = values.double()
+    count, total = ranks.sum([float(mask.sum()), float(masked_sum(exact, mask))])
+    mean = total / max(count, 1.0)
+    (squares,) = ranks.sum([float(masked_sum((exact - mean).square(), mask))])
+    variance = squares / max(count - 1.0 if unbiased else count, 1.0)
+    scale = (variance + eps if eps_mode == "add" else max(variance, eps)) ** -0.5
+    centred = exact - mean if shift_mean else exact
+    return (centred * scale).masked_fill(~mask, 0).to(values.dtype)
+
+
+def spread(
+    scores: Float[Tensor, " rows"], response_mask: Bool[Tensor, "rows length"]
+) -> Float[Tensor, "rows length"]:
+    """One number per response on each of its sampled tokens, zero elsewhere."""
+    return scores.unsqueeze(1).expand(response_mask.shape).masked_fill(~response_mask, 0)

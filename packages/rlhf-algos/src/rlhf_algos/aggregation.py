@@ -1,0 +1,73 @@
+"""From one number per token to a loss: which mean, and over what."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from rlhf_core import ConfigError, masked_mean, masked_sum
+from torch import Tensor
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "max_length"]
+"""How per-token losses become one number.
+
+- `token_mean`: every token of the global batch counts the same (DAPO, OpenRLHF's token-level loss, verl's
+  `token-mean`, TRL's `dapo`; TRL's `bnpo` is the same mean taken per micro-batch, which depends on their size).
+- `seq_mean_token_mean`: mean over each response, then over responses (GRPO paper, TRL's `grpo`, verl's
+  `seq-mean-token-mean`).
+- `seq_mean_token_sum`: sum over each response, mean over responses (REINFORCE, TRL's `luspo`).
+- `max_length`: sum over each response divided by a constant, mean over responses (Dr. GRPO; TRL's `dr_grpo`
+  divides by the largest completion length, verl's `seq-mean-token-sum-norm` by the padded width of the batch).
+"""
+
+
+def check_aggregation(how: str, max_length: int) -> None:
+    """Refuse an unknown aggregation, or a `max_length` that is missing.
+
+    Raises:
+        ConfigError: names the choices.
+    """
+    if how not in get_args(Aggregation):
+        raise ConfigError(f"aggregation: {how!r} is unknown; write one of {', '.join(get_args(Aggregation))}")
+    if how == "max_length" and max_length < 1:
+        raise ConfigError(
+            f"aggregation 'max_length' divides by max_length, got {max_length}; write the largest response length"
+        )
+
+
+def aggregate(
+    values: Float[Tensor, "rows length"],
+    mask: Bool[Tensor, "rows length"],
+    how: Aggregation = "token_mean",
+    *,
+    max_length: int = 0,
+    count_empty_rows: bool = True,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Sum and weight of per-token values; the weight depends on the mask alone.
+
+    Args:
+        values: one number per token; what the mask hides may be anything.
+        mask: True where a token counts.
+        how: see `Aggregation`.
+        max_length: the divisor of `max_length`, in tokens.
+        count_empty_rows: whether a response without a counted token is part of the mean over responses, as a
+            zero. True in OpenRLHF and TRL, False in verl. Irrelevant to `token_mean`.
+
+    >>> values, mask = torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    >>> [float(t / w) for t, w in (aggregate(values, mask), aggregate(values, mask, "seq_mean_token_mean"))]
+    [3.0, 3.5]
+    """
+    check_aggregation(how, max_length)
+    if how == "token_mean":
+        return masked_sum(values, mask), mask.sum().to(values.dtype)
+    per_row = masked_mean(values, mask, dim=1) if how == "seq_mean_token_mean" else masked_sum(values, mask, dim=1)
+    if how == "max_length":
+        per_row = per_row / max_length
+    return per_row.sum(), row_count(mask, count_empty_rows=count_empty_rows).to(values.dtype)
+
+
+def row_count(mask: Bool[Tensor, "rows length"], *, count_empty_rows: bool = True) -> Float[Tensor, ""]:
+    """Responses that a mean over responses divides by."""
+    rows = torch.ones_like(mask[:, 0]) if count_empty_rows else mask.any(dim=1)
+    return rows.sum().float()

@@ -1,0 +1,54 @@
+"""Policy losses by name, for configuration files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core import ConfigError, Loss, load_object
+from rlhf_core.loss import LossFunction
+
+from rlhf_algos.options import from_options
+from rlhf_algos.policy_losses import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.policy_terms import PolicyTermsConfig
+
+POLICY_LOSSES: Mapping[str, tuple[LossFunction, type[PolicyTermsConfig]]] = {
+    "ppo_clip": (ppo_clip, PolicyLossConfig),
+    "reinforce": (reinforce, ReinforceConfig),
+}
+"""Name to function and config."""
+
+
+def make_policy_loss(name: str, options: Mapping[str, Any], *, report_entropy: bool = False) -> Loss:
+    """The Loss of a name in `POLICY_LOSSES`, or of a user's `module:function`.
+
+    Args:
+        name: of the loss.
+        options: fields of its config. A user's function gets them as a dict, unchanged.
+        report_entropy: ask the engine for the entropy even if the loss does not need it.
+
+    A user's function may have an attribute `outputs`, the fields of ModelOutputs it needs (default: log_probs).
+
+    Raises:
+        ConfigError: unknown name or option.
+        PluginError: the user's function cannot be imported.
+    """
+    if ":" in name:
+        function = load_object(name, what="policy loss")
+        config: Any = dict(options)
+        outputs = tuple(getattr(function, "outputs", ("log_probs",)))
+    else:
+        if name not in POLICY_LOSSES:
+            close = difflib.get_close_matches(name, POLICY_LOSSES, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(
+                f"policy loss: {name!r} is unknown; {hint}write one of {', '.join(sorted(POLICY_LOSSES))}, or "
+                "'module:function'"
+            )
+        function, kind = POLICY_LOSSES[name]
+        config = from_options(kind, options, what=f"policy loss {name!r}")
+        outputs = config.outputs
+    if report_entropy and "entropy" not in outputs:
+        outputs = (*outputs, "entropy")
+    return Loss(function=function, config=config, outputs=outputs)

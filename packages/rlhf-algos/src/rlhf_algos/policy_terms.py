@@ -1,0 +1,173 @@
+"""What all policy losses share: ratios, KL and entropy terms, importance weights and the reduction to a sum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, masked_sum, mean_of
+from torch import Tensor
+
+from rlhf_algos.aggregation import Aggregation, aggregate, check_aggregation
+from rlhf_algos.kl import KLEstimator, KLGradient, kl_estimate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyTermsConfig:
+    """Fields of every policy loss."""
+
+    aggregation: Aggregation = "token_mean"
+    """See `rlhf_algos.aggregation`."""
+    max_length: int = 0
+    """Divisor of the aggregation `max_length`, in tokens."""
+    count_empty_rows: bool = True
+    """Whether a row without a counted token is part of a mean over rows: True in OpenRLHF, TRL; False in verl."""
+    kl_coef: float = 0.0
+    """Weight of the KL term in the loss; needs the column `ref_log_probs`. 0 if the KL is in the reward."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL term. GRPO and TRL use k3; OpenRLHF takes k2 or k3 in the loss."""
+    kl_gradient: KLGradient = "own"
+    """`k2` keeps the estimator's value and uses k2's gradient (verl's `k3+`)."""
+    kl_value_limit: float = math.inf
+    """Clamp on the KL per token: 10 in OpenRLHF and in verl's k3, none in TRL."""
+    kl_ratio_weighted: bool = False
+    """Multiply the KL by the token's ratio, which makes its gradient unbiased off-policy (DeepSeek-V3.2; TRL's
+    `use_bias_correction_kl`)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, in the policy term's own aggregation (as in verl). TRL takes the mean over
+    tokens whatever the aggregation of the policy term."""
+    aux_loss_coef: float = 0.0
+    """Weight of a mixture-of-experts model's router loss. That loss is a mean over a forward pass, not a sum over
+    tokens, so it is the one term that depends on how micro-batches are cut."""
+    log_ratio_limit: float = 20.0
+    """log(policy / old policy) is clamped to this range before the exponential, so that the ratio stays finite.
+    verl clamps at 20; TRL and OpenRLHF do not (`math.inf`)."""
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        for name in ("kl_value_limit", "log_ratio_limit"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"policy loss: {name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        extra = (("entropy",) if self.entropy_coef else ()) + (("aux_loss",) if self.aux_loss_coef else ())
+        return ("log_probs", *extra)
+
+
+def log_ratios(outputs: ModelOutputs, batch: Batch, limit: float) -> Float[Tensor, "rows length"]:
+    """log_probs - old_log_probs, clamped to +-limit and zero outside the response mask.
+
+    A batch without the column `old_log_probs` is on-policy: the ratio is 1 with the gradient of log_probs (TRL
+    does this when each batch is used for one step).
+    """
+    log_probs = outputs.log_probs
+    if log_probs is None:
+        raise ConfigError("policy losses need log_probs among the engine's outputs")
+    old = batch["old_log_probs"] if "old_log_probs" in batch else log_probs.detach()
+    return (log_probs - old).masked_fill(~policy_mask(batch), 0).clamp(-limit, limit)
+
+
+def policy_mask(batch: Batch) -> Bool[Tensor, "rows length"]:
+    """The response mask without the rows that `mix_pretraining` added."""
+    if "ptx_coef" not in batch:
+        return batch.response_mask
+    return batch.response_mask & (batch["ptx_coef"] == 0).unsqueeze(1)
+
+
+def token_advantages(batch: Batch) -> Float[Tensor, "rows length"]:
+    """The column `advantages` as [rows, length], zero where masked; a per-row column is spread over the tokens."""
+    advantages = batch["advantages"]
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1).expand(batch.token_ids.shape)
+    return advantages.masked_fill(~policy_mask(batch), 0)
+
+
+def finish_policy_loss(
+    per_token: Float[Tensor, "rows length"],
+    outputs: ModelOutputs,
+    batch: Batch,
+    config: PolicyTermsConfig,
+    metrics: dict[str, Mean],
+) -> LossTerms:
+    """Importance weights, then KL and entropy terms, then the sum; metrics are completed.
+
+    Columns read if present: `importance_weights` [rows, length] (see `off_policy`), multiplied onto the policy term
+    only; `ref_log_probs` [rows, length] if `kl_coef` is not 0; `ptx_coef` [rows] (see `ptx`).
+    """
+    mask = policy_mask(batch)
+    if "importance_weights" in batch:
+        per_token = per_token * batch["importance_weights"].masked_fill(~mask, 0)
+    log_ratio = log_ratios(outputs, batch, config.log_ratio_limit)
+    reduce = {
+        "how": config.aggregation,
+        "max_length": config.max_length,
+        "count_empty_rows": config.count_empty_rows,
+    }
+    total, weight = aggregate(per_token, mask, **reduce)
+    metrics = {
+        "policy_loss": Mean(total=float(total.detach()), weight=float(weight)),
+        "ratio": mean_of(log_ratio.exp(), mask),
+        "approx_kl": mean_of(-log_ratio, mask),
+        **metrics,
+    }
+    if config.kl_coef:
+        kl = _kl_term(outputs, batch, config, log_ratio)
+        total = total + config.kl_coef * aggregate(kl, mask, **reduce)[0]
+        metrics["kl"] = mean_of(kl, mask)
+    if outputs.entropy is not None:
+        metrics["entropy"] = mean_of(outputs.entropy, mask)
+        if config.entropy_coef:
+            total = total - config.entropy_coef * aggregate(outputs.entropy, mask, **reduce)[0]
+    elif config.entropy_coef:
+        raise ConfigError("entropy_coef is set but the engine was not asked for 'entropy'; add it to Loss.outputs")
+    if "ptx_coef" in batch:
+        total = total + _ptx_term(outputs, batch, metrics)
+    return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
+
+
+def add_aux_loss(terms: LossTerms, outputs: ModelOutputs, coef: float) -> LossTerms:
+    """Add coef * aux_loss * weight, so that the step's mean gains coef times the mean router loss.
+
+    Raises:
+        ConfigError: `coef` is not 0 and the engine returned no aux_loss.
+    """
+    if not coef:
+        return terms
+    if outputs.aux_loss is None:
+        raise ConfigError("aux_loss_coef is set but the model returned no aux_loss; set it to 0 for a dense model")
+    value, weight = float(outputs.aux_loss.detach()), float(terms.weight)
+    return LossTerms(
+        total=terms.total + coef * outputs.aux_loss * terms.weight,
+        weight=terms.weight,
+        metrics={**terms.metrics, "aux_loss": Mean(total=value * weight, weight=weight)},
+    )
+
+
+def _kl_term(outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, log_ratio: Tensor) -> Tensor:
+    mask = policy_mask(batch)
+    kl = kl_estimate(
+        outputs.log_probs.masked_fill(~mask, 0),  # type: ignore[union-attr]
+        batch["ref_log_probs"].masked_fill(~mask, 0),
+        config.kl_estimator,
+        gradient=config.kl_gradient,
+        log_ratio_limit=config.log_ratio_limit,
+        value_limit=config.kl_value_limit,
+    )
+    return kl * log_ratio.exp() if config.kl_ratio_weighted else kl
+
+
+def _ptx_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Mean]) -> Tensor:
+    coef = batch["ptx_coef"].unsqueeze(1)
+    mask = batch.response_mask & (coef != 0)
+    metrics["ptx_loss"] = mean_of(-outputs.log_probs, mask)  # type: ignore[operator]
+    return masked_sum(-outputs.log_probs * coef, mask)  # type: ignore[operator]
+
+
+def sequence_log_ratio(
+    log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]
+) -> Float[Tensor, "rows 1"]:
+    """Mean log-ratio of each response: the log of the geometric mean of its token ratios."""
+    return masked_mean(log_ratio, mask, dim=1).unsqueeze(1)

@@ -1,0 +1,134 @@
+"""From one score per response to one reward per token: normalisation, penalties, and where the score is put."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from rlhf_core import Batch, ConfigError, Mean, mean_of
+from torch import Tensor
+
+from rlhf_algos.kl import KLEstimator, kl_estimate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardShaping:
+    """What happens to the scores, in this order: truncation penalty, overlong penalty, normalisation, clipping."""
+
+    clip: tuple[float, float] | None = None
+    """Scores are clamped to this range *before* any baseline or group statistic is taken (OpenRLHF, TRL)."""
+    normalize: bool = False
+    """Scores to zero mean and unit standard deviation over the batch."""
+    overlong_max_length: int | None = None
+    """Response length in tokens at which DAPO's soft penalty reaches its full size; None switches it off."""
+    overlong_buffer: int = 0
+    """Tokens before `overlong_max_length` over which the penalty grows from 0."""
+    overlong_penalty: float = 1.0
+    """Size of the full overlong penalty."""
+    truncation_score: float | None = None
+    """Score that replaces the one of a truncated response (column `truncated`, [rows] bool)."""
+    truncation_penalty: float = 0.0
+    """Subtracted from the score of a truncated response."""
+    mask_truncated: bool = False
+    """Leave truncated responses out of the loss (DAPO's overlong filtering, TRL's `mask_truncated_completions`).
+    They still count in group statistics and, under a mean over rows, as an empty row."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip[0] < self.clip[1]:
+            raise ConfigError(f"rewards: clip must be (low, high) with low < high, got {self.clip}")
+        if self.overlong_max_length is not None and not 0 < self.overlong_buffer <= self.overlong_max_length:
+            raise ConfigError(
+                "rewards: overlong_buffer must be between 1 and overlong_max_length, got "
+                f"{self.overlong_buffer} of {self.overlong_max_length}"
+            )
+
+    @property
+    def needs_truncated(self) -> bool:
+        """True if the batch must have the column `truncated`."""
+        return self.truncation_score is not None or bool(self.truncation_penalty) or self.mask_truncated
+
+
+def shape_scores(
+    scores: Float[Tensor, " rows"], batch: Batch, shaping: RewardShaping
+) -> tuple[Float[Tensor, " rows"], Batch, dict[str, Mean]]:
+    """Apply `shaping`: the new scores, the batch (its response mask cut if truncated rows are masked), metrics."""
+    metrics: dict[str, Mean] = {"score": mean_of(scores)}
+    scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    if shaping.needs_truncated:
+        truncated = batch["truncated"].bool()
+        if shaping.truncation_score is not None:
+            scores = torch.where(truncated, shaping.truncation_score, scores)
+        scores = scores - shaping.truncation_penalty * truncated
+        metrics["truncated"] = mean_of(truncated.float())
+    if shaping.overlong_max_length is not None:
+        penalty = overlong_penalty(
+            batch.response_mask.sum(dim=1),
+            max_length=shaping.overlong_max_length,
+            buffer=shaping.overlong_buffer,
+            penalty=shaping.overlong_penalty,
+        )
+        scores = scores + penalty
+        metrics["overlong_penalty"] = mean_of(penalty)
+    if shaping.normalize:
+        scores = (scores - scores.mean()) / scores.std(correction=0).clamp(min=1e-8)
+    if shaping.clip is not None:
+        low, high = shaping.clip
+        metrics["score_clipped"] = mean_of(((scores < low) | (scores > high)).float())
+        scores = scores.clamp(low, high)
+    if shaping.mask_truncated:
+        keep = ~batch["truncated"].bool().unsqueeze(1)
+        batch = replace(batch, response_mask=batch.response_mask & keep)
+    return scores, batch, metrics
+
+
+def overlong_penalty(
+    lengths: Tensor, *, max_length: int, buffer: int, penalty: float = 1.0
+) -> Float[Tensor, " rows"]:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), at most 0, at least -penalty.
+
+    0 up to max_length - buffer, then linear in the excess, -penalty from max_length on. (OpenRLHF and verl do
+    not stop at -penalty beyond max_length; generation does not go there.)
+
+    >>> overlong_penalty(torch.tensor([6, 9, 10, 12]), max_length=10, buffer=2)
+    tensor([-0.0000, -0.5000, -1.0000, -1.0000])
+    """
+    excess = (lengths - (max_length - buffer)).float() / buffer
+    return -penalty * excess.clamp(0, 1)
+
+
+def place_scores(
+    scores: Float[Tensor, " rows"], response_mask: Bool[Tensor, "rows length"]
+) -> Float[Tensor, "rows length"]:
+    """Each score on the last sampled token of its row, zero elsewhere. A row without one gets no reward at all."""
+    length = response_mask.shape[1]
+    positions = torch.arange(length, device=response_mask.device)
+    last = torch.where(response_mask, positions, -1).max(dim=1).values
+    return torch.where(positions == last.unsqueeze(1), scores.unsqueeze(1), 0.0)
+
+
+def token_rewards(
+    scores: Float[Tensor, " rows"],
+    batch: Batch,
+    *,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k1",
+    kl_value_limit: float = float("inf"),
+) -> tuple[Float[Tensor, "rows length"], dict[str, Mean]]:
+    """Score at the last sampled token minus kl_coef * KL at every sampled token (Ouyang et al. 2022).
+
+    Columns: `old_log_probs` and `ref_log_probs` [rows, length], if the batch has a reference. Metric: kl.
+    """
+    rewards = place_scores(scores, batch.response_mask)
+    if "ref_log_probs" not in batch:
+        if kl_coef:
+            raise ConfigError("a KL penalty needs the column 'ref_log_probs'; score the batch with the reference")
+        return rewards, {}
+    mask = batch.response_mask
+    kl = kl_estimate(
+        batch["old_log_probs"].masked_fill(~mask, 0),
+        batch["ref_log_probs"].masked_fill(~mask, 0),
+        kl_estimator,
+        value_limit=kl_value_limit,
+    )
+    return (rewards - kl_coef * kl).masked_fill(~mask, 0), {"kl": mean_of(kl, mask)}

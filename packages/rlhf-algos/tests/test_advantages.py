@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rlhf_algos.advantages import discounted_returns, gae, spread, whiten
+
+MASK = torch.tensor([[False, True, True, True]])
+
+
+def test_gae_by_hand():
+    rewards, values = torch.tensor([[9.0, 0.0, 0.0, 1.0]]), torch.tensor([[9.0, 0.5, 0.25, 0.5]])
+    advantages, returns = gae(rewards, values, MASK, gamma=0.9, lam=0.8)
+    third = 1 - 0.5
+    second = 0.9 * 0.5 - 0.25 + 0.72 * third
+    first = 0.9 * 0.25 - 0.5 + 0.72 * second
+    assert advantages[0].tolist() == pytest.approx([0, first, second, third])
+    assert returns[0].tolist() == pytest.approx([0, first + 0.5, second + 0.25, third + 0.5])
+
+
+def test_environment_tokens_do_not_decay():
+    """Two environment tokens before the last sampled one: 0.95 of the reward reaches it, not 0.95^3."""
+    mask = torch.tensor([[False, True, False, False, True]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
+    advantages, _ = gae(rewards, torch.zeros(1, 5), mask, gamma=1.0, lam=0.95)
+    assert advantages[0].tolist() == pytest.approx([0, 0.95, 0, 0, 1.0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 10_000))
+def test_gae_equals_gae_of_the_sampled_tokens_alone(bits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor([bits])
+    rewards, values = torch.randn(2, 1, len(bits), generator=generator, dtype=torch.float64)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.7)
+    inside = torch.ones(1, sum(bits), dtype=torch.bool)
+    dense, dense_returns = gae(rewards[mask][None], values[mask][None], inside, gamma=0.9, lam=0.7)
+    torch.testing.assert_close(advantages[mask], dense[0])
+    torch.testing.assert_close(returns[mask], dense_returns[0])
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+def test_masked_nan_does_not_spread():
+    rewards, values = torch.tensor([[math.nan, 0.0, 0.0, 1.0]]), torch.tensor([[math.nan, 0.0, 0.0, 0.0]])
+    assert all(torch.isfinite(x).all() for x in gae(rewards, values, MASK))
+
+
+def test_discounted_returns():
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0]])
+    assert discounted_returns(rewards, MASK, gamma=0.5)[0].tolist() == [0, 1.5, 1.0, 2.0]
+
+
+def test_whiten_by_hand():
+    values, mask = torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[True, True, False]])
+    assert whiten(values, mask)[0].tolist() == pytest.approx([-1, 1, 0])
+    assert whiten(values, mask, unbiased=True)[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0])
+    assert whiten(values, mask, shift_mean=False)[0].tolist() == pytest.approx([1, 3, 0])
+    assert whiten(values, mask, eps=3.0, eps_mode="add")[0].tolist() == pytest.approx([-0.5, 0.5, 0])
+    assert whiten(values, mask, eps=4.0)[0].tolist() == pytest.approx([-0.5, 0.5, 0])
+
+
+def test_whiten_of_constant_single_or_no_token_is_zero():
+    values = torch.full((1, 3), 5.0)
+    for mask in ([True, True, True], [True, False, False], [False, False, False]):
+        for unbiased in (False, True):
+            assert whiten(values, torch.tensor([mask]), unbiased=unbiased).tolist() == [[0, 0, 0]]
+
+
+class TwoRanks:
+    """Adds what the other rank would contribute."""
+
+    size = 2
+
+    def __init__(self, others):
+        self.others = iter(others)
+
+    def sum(self, values):
+        return [a + b for a, b in zip(values, next(self.others), strict=True)]
+
+
+def test_whiten_over_ranks_equals_whiten_of_everything():
+    torch.manual_seed(1)
+    values, mask = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3) > 0.3
+    theirs = values[2:][mask[2:]]
+    mean = float(values[mask].mean())
+    ranks = TwoRanks([[len(theirs), float(theirs.sum())], [float((theirs - mean).square().sum())]])
+    expected = whiten(values, mask)[:2]
+    torch.testing.assert_close(whiten(values[:2], mask[:2], ranks=ranks), expected)  # type: ignore[arg-type]
+
+
+def test_spread():
+    assert spread(torch.tensor([2.0]), MASK).tolist() == [[0, 2, 2, 2]]

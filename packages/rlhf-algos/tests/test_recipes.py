@@ -1,0 +1,174 @@
+import pickle
+
+import pytest
+import torch
+from rlhf_algos.kl import AdaptiveKL, FixedKL
+from rlhf_algos.off_policy import OffPolicyCorrection
+from rlhf_algos.policy_losses import ppo_clip
+from rlhf_algos.recipes import GRPO, PPO, Recipe
+from rlhf_algos.reward_shaping import RewardShaping
+from rlhf_core import Batch, ConfigError, PluginError
+
+MASK = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, False, False]])
+SCORES = torch.tensor([1.0, 3.0, 5.0, 5.0])
+IDS = torch.tensor([0, 0, 1, 1])
+
+
+def batch(**columns):
+    columns = {"old_log_probs": torch.full((4, 3), -1.0), "rollout_log_probs": torch.full((4, 3), -1.0), **columns}
+    return Batch(
+        token_ids=torch.zeros(4, 3, dtype=torch.long),
+        attention_mask=torch.ones(4, 3, dtype=torch.bool),
+        response_mask=MASK,
+        columns=columns,
+    )
+
+
+def test_grpo_spreads_group_advantages():
+    recipe = GRPO(advantage_options={"scale": "none"})
+    assert isinstance(recipe, Recipe)
+    assert not recipe.needs_critic
+    assert not recipe.needs_reference
+    ready, metrics = recipe.prepare(batch(), SCORES, IDS, 0.0)
+    assert ready["advantages"].tolist() == [[0, -1, -1], [0, 1, 0], [0, 0, 0], [0, 0, 0]]
+    assert metrics["equal_score_groups"].value == pytest.approx(0.5)
+    assert metrics["score_group_std"].value == pytest.approx(2**0.5 / 2)
+    assert metrics["score"].value == pytest.approx(3.5)
+    assert metrics["response_length"].value == pytest.approx(5 / 4)
+    assert "importance_weights" not in ready
+
+
+def test_kl_in_the_loss_follows_the_controller():
+    recipe = GRPO(kl_coef=0.1)
+    assert recipe.needs_reference
+    assert recipe.policy_loss().config.kl_coef == 0.1
+    loss = recipe.policy_loss(0.05)
+    assert loss.config.kl_coef == 0.05
+    assert loss.config.kl_estimator == "k3"
+    assert loss.outputs == ("log_probs", "entropy")
+    assert pickle.loads(pickle.dumps(loss)).function is ppo_clip
+    _, metrics = recipe.prepare(batch(ref_log_probs=torch.full((4, 3), -1.0)), SCORES, IDS, 0.1)
+    assert metrics["reference_kl"].value == 0
+
+
+def test_kl_in_the_score_comes_before_the_baseline():
+    recipe = GRPO(kl_coef=0.5, kl_in="score", kl_estimator="k1", advantage="rloo")
+    assert recipe.policy_loss().config.kl_coef == 0
+    ref = torch.full((4, 3), -2.0)
+    ready, _ = recipe.prepare(batch(ref_log_probs=ref), SCORES, IDS, 0.5)
+    # KL of 2, 1, 2 and 0 nats: scores 0, 2.5, 4, 5
+    assert ready["advantages"].tolist() == [[0, -2.5, -2.5], [0, 2.5, 0], [0, -1, -1], [0, 0, 0]]
+
+
+def test_kl_in_the_reward_comes_after_the_baseline():
+    recipe = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k1", advantage="group_mean")
+    ready, metrics = recipe.prepare(batch(ref_log_probs=torch.full((4, 3), -2.0)), SCORES, IDS, 0.5)
+    assert ready["advantages"].tolist() == [[0, -2, -1.5], [0, 0.5, 0], [0, -1, -0.5], [0, 0, 0]]
+    assert metrics["kl"].value == pytest.approx(1.0)
+
+
+def test_whitening_over_tokens():
+    ready, _ = GRPO(advantage="reinforce", whiten=True).prepare(batch(), SCORES, IDS, 0.0)
+    values = ready["advantages"][MASK]
+    assert float(values.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(values.std(correction=0)) == pytest.approx(1, abs=1e-5)
+
+
+def test_off_policy_correction_and_stand_in():
+    recipe = GRPO(off_policy=(OffPolicyCorrection(high=2.0),))
+    rollout = torch.full((4, 3), -3.0)
+    ready, metrics = recipe.prepare(batch(rollout_log_probs=rollout), SCORES, IDS, 0.0)
+    torch.testing.assert_close(ready["importance_weights"], 2.0 * MASK)
+    assert metrics["mismatch_kl"].value == pytest.approx(-2.0)
+    rows = batch()
+    only_rollout = Batch(
+        token_ids=rows.token_ids,
+        attention_mask=rows.attention_mask,
+        response_mask=MASK,
+        columns={"rollout_log_probs": rollout},
+    )
+    ready, _ = GRPO().prepare(only_rollout, SCORES, IDS, 0.0)
+    assert ready["old_log_probs"] is rollout
+
+
+def test_truncated_rows_leave_the_loss_but_not_the_group():
+    recipe = GRPO(shaping=RewardShaping(mask_truncated=True), advantage_options={"scale": "none"})
+    ready, _ = recipe.prepare(batch(truncated=torch.tensor([True, False, False, False])), SCORES, IDS, 0.0)
+    assert ready["advantages"].tolist()[:2] == [[0, 0, 0], [0, 1, 0]]
+
+
+def test_ppo_adds_returns_and_old_values():
+    recipe = PPO(whiten=False, lam=1.0, kl_coef=0.5)
+    assert recipe.needs_critic
+    assert recipe.needs_reference
+    values = torch.full((4, 3), 0.5)
+    ready, metrics = recipe.prepare(batch(values=values, ref_log_probs=torch.full((4, 3), -2.0)), SCORES, IDS, 0.5)
+    assert ready["returns"].tolist() == [[0, 0, 0.5], [0, 2.5, 0], [0, 4, 4.5], [0, 0, 0]]
+    assert ready["advantages"].tolist() == [[0, -0.5, 0], [0, 2, 0], [0, 3.5, 4], [0, 0, 0]]
+    assert ready["old_values"] is values
+    assert metrics["kl"].value == pytest.approx(1.0)
+    assert recipe.value_loss().outputs == ("values",)  # type: ignore[union-attr]
+    assert recipe.policy_loss().config.kl_coef == 0
+
+
+def test_ppo_whitens():
+    ready, _ = PPO().prepare(batch(values=torch.zeros(4, 3)), SCORES, IDS, 0.0)
+    assert float(ready["advantages"][MASK].mean()) == pytest.approx(0, abs=1e-6)
+    assert PPO().needs_reference is False
+
+
+def test_controllers():
+    assert isinstance(GRPO(kl_coef=0.1).kl_controller(), FixedKL)
+    adaptive = GRPO(kl_coef=0.1, kl_target=2.0).kl_controller()
+    assert isinstance(adaptive, AdaptiveKL)
+    assert adaptive.value == 0.1
+
+
+def test_own_functions(monkeypatch, tmp_path):
+    (tmp_path / "my_algorithm.py").write_text(
+        "def loss(outputs, batch, config):\n    return config\n"
+        "loss.outputs = ('log_probs', 'entropy')\n"
+        "def advantage(scores, group_ids, batch, *, factor):\n    return scores * factor\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = GRPO(
+        loss="my_algorithm:loss",
+        loss_options={"a": 1},
+        advantage="my_algorithm:advantage",
+        advantage_options={"factor": 2.0},
+    )
+    loss = recipe.policy_loss()
+    assert loss.config == {"a": 1}
+    assert loss.outputs == ("log_probs", "entropy")
+    ready, _ = recipe.prepare(batch(), SCORES, IDS, 0.0)
+    assert ready["advantages"].tolist()[0] == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "ppo"}, "ppo_clip"),
+        ({"loss_options": {"clip_rang": 0.1}}, "clip_range"),
+        ({"loss_options": {"kl_coef": 0.1}}, "beside"),
+        ({"advantage": "grpoo"}, "grpo"),
+        ({"kl_in": "nowhere"}, "score"),
+        ({"kl_coef": -1.0}, "negative"),
+    ],
+)
+def test_mistakes_are_found_when_the_recipe_is_written(options, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPO(**options)
+
+
+def test_own_function_that_is_not_there():
+    with pytest.raises(PluginError, match="no_such_module"):
+        GRPO(loss="no_such_module:loss")
+    with pytest.raises(ConfigError, match="lam"):
+        PPO(lam=2.0)
+    with pytest.raises(ConfigError, match="clip_range"):
+        PPO(value_loss_options={"clip": 0.1})
+
+
+def test_scores_that_are_not_finite_stop_here():
+    with pytest.raises(ValueError, match="not finite"):
+        GRPO().prepare(batch(), torch.tensor([1.0, float("nan"), 0.0, 0.0]), IDS, 0.0)
