@@ -1,1 +1,18 @@
-"""Placeholder."""
+"""DeepSpeed ZeRO training engine for the policy, critic, reference and reward roles of RLHF.
+
+DeepSpeed and Transformers are imported when an engine is constructed, not with this package.
+"""
+
+from rlhf_train.engine import DeepSpeedEngine
+from rlhf_train.environment import process_environment
+from rlhf_train.schedule import learning_rate
+from rlhf_train.zero_config import ZeroConfig
+from rlhf_train.zero_weights import ZeroWeights
+
+__all__ = [
+    "DeepSpeedEngine",
+    "ZeroConfig",
+    "ZeroWeights",
+    "learning_rate",
+    "process_environment",
+]

@@ -1,0 +1,150 @@
+"""The options of the DeepSpeed engine, and the DeepSpeed configuration that follows from them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from rlhf_core import ConfigError, EngineConfig
+
+Stage = Literal[0, 1, 2, 3]
+_HALF = ("bfloat16", "float16")
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """What `EngineConfig.options` may hold for this engine.
+
+    >>> ZeroConfig.from_options({"stage": 2}).stage
+    2
+    """
+
+    stage: Stage = 3
+    """0 replicates everything, 1 shards the optimizer, 2 the gradients as well, 3 the parameters as well."""
+    offload_optimizer: bool = False
+    """Keep optimizer state and master weights in host memory (stage 1 and up)."""
+    offload_parameters: bool = False
+    """Keep the parameter shards in host memory (stage 3)."""
+    pin_memory: bool = True
+    """Page-lock offloaded buffers; has no effect on the CPU."""
+    zero_hpz_partition_size: int = 1
+    """Ranks within which a second copy of the parameter shards is kept, so that the backward pass gathers within
+    a node (ZeRO++); 1 switches it off. Stage 3."""
+    param_persistence_threshold: int = 100_000
+    """Parameters of up to this many elements are not sharded (stage 3)."""
+    prefetch_bucket_size: int = 50_000_000
+    """Elements gathered ahead of their use (stage 3)."""
+    max_live_parameters: int = 1_000_000_000
+    """Elements of gathered parameters per rank above which none is gathered ahead (stage 3)."""
+    reduce_bucket_size: int = 50_000_000
+    """Elements of gradients that are reduced together."""
+    overlap_comm: bool | None = None
+    """Reduce gradients during the backward pass; None does so on CUDA."""
+    accumulate_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Micro-batch gradients are added up in this type. float32 for a 16-bit model needs stage 2 or 3."""
+    export_shard_bytes: int = 4 << 30
+    """Size of the files that `export` writes; also the host memory it takes."""
+    timeout_s: float = 1800.0
+    """Deadline of every collective among the training ranks."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ConfigError(f"engine options: stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        if self.offload_optimizer and self.stage == 0:
+            raise ConfigError("engine options: offload_optimizer needs stage 1, 2 or 3, got stage 0")
+        if self.offload_parameters and self.stage != 3:
+            raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
+        if self.zero_hpz_partition_size > 1 and self.stage != 3:
+            raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
+        for name in ("zero_hpz_partition_size", "reduce_bucket_size", "export_shard_bytes", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"engine options: {name} must be positive, got {getattr(self, name)}")
+        if self.accumulate_dtype not in _SHORT:
+            raise ConfigError(
+                f"engine options: accumulate_dtype must be one of {', '.join(_SHORT)}, "
+                f"got {self.accumulate_dtype!r}"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ZeroConfig:
+        """Read the mapping; an unknown key is a ConfigError that gives the nearest known one."""
+        known = [item.name for item in fields(cls)]
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(
+                    f"the deepspeed engine has no option {key!r}: {hint}known are {', '.join(sorted(known))}"
+                )
+        return cls(**options)
+
+
+def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
+    """Refuse what DeepSpeed would accept and then compute wrongly, or refuse later without saying why.
+
+    Raises:
+        ConfigError: says which setting to change.
+    """
+    if config.optimizer is None:
+        return
+    if config.dtype in _HALF and zero.accumulate_dtype == "float32" and zero.stage < 2:
+        raise ConfigError(
+            f"engine options: stage {zero.stage} cannot add up {config.dtype} gradients in float32; "
+            f"use stage 2 or 3, or set accumulate_dtype: {config.dtype}"
+        )
+    if zero.accumulate_dtype not in ("float32", config.dtype):
+        raise ConfigError(
+            f"engine options: accumulate_dtype {zero.accumulate_dtype!r} fits neither the model's dtype "
+            f"{config.dtype!r} nor float32; use one of these two"
+        )
+    if config.dtype == "float16" and config.device == "cpu":
+        raise ConfigError("dtype float16 does not train on the CPU; use bfloat16 or float32")
+
+
+def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` and `deepspeed.zero.Init` take."""
+    trained = config.optimizer is not None
+    result: dict[str, Any] = {
+        # Micro-batches have any number of rows and a step any number of them; the engine scales losses itself.
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optimizer.max_grad_norm if config.optimizer else 0.0,
+        "steps_per_print": 1 << 60,
+        "zero_optimization": _zero_section(config, zero),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+    }
+    if config.dtype == "float16":
+        result["fp16"] = {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}
+    if trained:
+        dtype = "float32" if config.dtype == "float32" else zero.accumulate_dtype
+        result["data_types"] = {"grad_accum_dtype": _SHORT[dtype]}
+    return result
+
+
+def _zero_section(config: EngineConfig, zero: ZeroConfig) -> dict[str, Any]:
+    on_cuda = config.device.startswith("cuda")
+    pin = zero.pin_memory and on_cuda
+    section: dict[str, Any] = {
+        "stage": zero.stage,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "overlap_comm": on_cuda if zero.overlap_comm is None else zero.overlap_comm,
+        "contiguous_gradients": True,
+    }
+    if zero.offload_optimizer:
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
+    if zero.stage == 3:
+        section |= {
+            "stage3_param_persistence_threshold": zero.param_persistence_threshold,
+            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
+            "stage3_max_live_parameters": zero.max_live_parameters,
+            "zero_hpz_partition_size": zero.zero_hpz_partition_size,
+        }
+        if zero.offload_parameters:
+            section["offload_param"] = {"device": "cpu", "pin_memory": pin}
+    return section

@@ -1,0 +1,32 @@
+from typing import Any, ClassVar
+
+import pytest
+from rlhf_core.testing.engine import TrainEngineConformance
+from rlhf_train import DeepSpeedEngine
+
+pytestmark = pytest.mark.stack
+
+
+class TestZero3(TrainEngineConformance):
+    # 0: nothing is exempt from sharding, although the model is tiny.
+    options: ClassVar[dict[str, Any]] = {"stage": 3, "param_persistence_threshold": 0}
+
+    @pytest.fixture(scope="class")
+    def engine_factory(self):
+        return DeepSpeedEngine
+
+
+class TestZero3WithPersistentParameters(TestZero3):
+    options: ClassVar[dict[str, Any]] = {"stage": 3}
+
+
+class TestZero2(TestZero3):
+    options: ClassVar[dict[str, Any]] = {"stage": 2}
+
+
+class TestZero1(TestZero3):
+    options: ClassVar[dict[str, Any]] = {"stage": 1}
+
+
+class TestZero0(TestZero3):
+    options: ClassVar[dict[str, Any]] = {"stage": 0}
