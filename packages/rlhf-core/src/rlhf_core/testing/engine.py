@@ -4,7 +4,8 @@
 
     class TestMyEngine(TrainEngineConformance):
         @pytest.fixture(scope="class")
-        def engine_factory(self):
+        @classmethod
+        def engine_factory(cls):
             return MyEngine
 
 The checks run one rank on a tiny float32 model. Engines of several ranks add their own check that the result does
@@ -50,19 +51,22 @@ class TrainEngineConformance:
     # ------------------------------------------------------------ fixtures
 
     @pytest.fixture(scope="class")
-    def engine_factory(self) -> Callable[[EngineConfig], TrainEngine]:
+    @classmethod
+    def engine_factory(cls) -> Callable[[EngineConfig], TrainEngine]:
         """Override: return the engine's class, or a function from its config to a ready engine."""
-        raise TypeError(f"{type(self).__name__} must override the fixture engine_factory")
+        raise TypeError(f"{cls.__name__} must override the fixture engine_factory")
 
     @pytest.fixture(scope="class")
-    def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+    @classmethod
+    def model_path(cls, tmp_path_factory: pytest.TempPathFactory) -> str:
         """A tiny random causal Qwen2."""
-        return save_tiny_model(tmp_path_factory.mktemp("policy"), vocab_size=self.vocab_size)
+        return save_tiny_model(tmp_path_factory.mktemp("policy"), vocab_size=cls.vocab_size)
 
     @pytest.fixture(scope="class")
-    def scalar_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+    @classmethod
+    def scalar_path(cls, tmp_path_factory: pytest.TempPathFactory) -> str:
         """A tiny random Qwen2 with a scalar head."""
-        return save_tiny_model(tmp_path_factory.mktemp("scalar"), head="scalar", vocab_size=self.vocab_size)
+        return save_tiny_model(tmp_path_factory.mktemp("scalar"), head="scalar", vocab_size=cls.vocab_size)
 
     @pytest.fixture
     def make(
@@ -201,9 +205,9 @@ class TrainEngineConformance:
         for _ in range(2):  # a good step starts the count afresh
             assert engine.step(poisoned(), bad).skipped
             assert not engine.step(rows(), Loss(function=supervised_loss)).skipped
+        assert engine.step(poisoned(), bad).skipped
         with pytest.raises(TrainingDivergedError, match="row-1"):
-            for _ in range(3):
-                engine.step(poisoned(), bad)
+            list(map(engine.step, [poisoned()] * 2, [bad] * 2))
 
     # ------------------------------------------------------------ weights, checkpoints, export
 

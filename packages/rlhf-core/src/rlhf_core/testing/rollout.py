@@ -4,7 +4,8 @@
 
     class TestMyBackend(RolloutBackendConformance):
         @pytest.fixture(scope="class")
-        def backend_factory(self):
+        @classmethod
+        def backend_factory(cls):
             return MyBackend
 
 One backend is started for the class and closed after it. Log-probs are compared with a plain forward pass of the
@@ -52,29 +53,34 @@ class RolloutBackendConformance:
     # ------------------------------------------------------------ fixtures
 
     @pytest.fixture(scope="class")
-    def backend_factory(self) -> Callable[[RolloutConfig], RolloutBackend]:
+    @classmethod
+    def backend_factory(cls) -> Callable[[RolloutConfig], RolloutBackend]:
         """Override: return the backend's class, or a function from its config to a ready backend."""
-        raise TypeError(f"{type(self).__name__} must override the fixture backend_factory")
+        raise TypeError(f"{cls.__name__} must override the fixture backend_factory")
 
     @pytest.fixture(scope="class")
-    def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+    @classmethod
+    def model_path(cls, tmp_path_factory: pytest.TempPathFactory) -> str:
         """A tiny random Qwen2 with tokenizer."""
         path = tmp_path_factory.mktemp("rollout-model")
-        return save_tiny_model(path, tied=self.tied, vocab_size=self.vocab_size)
+        return save_tiny_model(path, tied=cls.tied, vocab_size=cls.vocab_size)
 
     @pytest.fixture(scope="class")
-    def rollout_config(self, model_path: str) -> RolloutConfig:
+    @classmethod
+    def rollout_config(cls, model_path: str) -> RolloutConfig:
         """Override to add `options`."""
-        return RolloutConfig(model=model_path, max_model_len=self.max_model_len, max_num_seqs=32)
+        return RolloutConfig(model=model_path, max_model_len=cls.max_model_len, max_num_seqs=32)
 
     @pytest.fixture(scope="class")
-    def trainer(self, model_path: str) -> Trainer:
+    @classmethod
+    def trainer(cls, model_path: str) -> Trainer:
         """The model that the backend agrees with at the start and at the end of every check."""
         return Trainer(model_path)
 
     @pytest.fixture(scope="class")
+    @classmethod
     def backend(
-        self, backend_factory: Callable[[RolloutConfig], RolloutBackend], rollout_config: RolloutConfig
+        cls, backend_factory: Callable[[RolloutConfig], RolloutBackend], rollout_config: RolloutConfig
     ) -> Iterator[RolloutBackend]:
         """One backend for all checks; at the end it is closed twice."""
         backend = backend_factory(rollout_config)

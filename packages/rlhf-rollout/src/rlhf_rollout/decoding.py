@@ -1,0 +1,164 @@
+"""A batch of samples that grow by one token per step, with their key/value states cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from rlhf_core import FinishReason, GenerationRequest, Sample
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhf_rollout.token_sampling import draw_tokens
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Draw:
+    """One sample on its way."""
+
+    request: GenerationRequest
+    generator: torch.Generator
+    stop_token_ids: frozenset[int]
+    """End-of-text and the request's own."""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Prompt and sampled tokens."""
+        return (*self.request.prompt_token_ids, *self.tokens)
+
+    def append(self, token: int, log_prob: float, version: int, *, max_model_len: int) -> None:
+        """Add a token and see whether the sample is finished."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        self.versions.append(version)
+        if token in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif (
+            len(self.tokens) >= self.request.sampling.max_tokens
+            or len(self.request.prompt_token_ids) + len(self.tokens) >= max_model_len
+        ):
+            self.finish_reason = "length"
+
+    def sample(self) -> Sample:
+        """The finished sample; one that was cut off says so."""
+        return Sample(
+            token_ids=tuple(self.tokens),
+            log_probs=tuple(self.log_probs),
+            weight_versions=tuple(self.versions),
+            finish_reason=self.finish_reason or "abort",
+        )
+
+
+class Decoder:
+    """The running samples of one model. Rows are padded on the left, so that all grow at the right end.
+
+    A prompt is computed once for all of its samples that join together. Not safe to share between threads.
+    """
+
+    def __init__(self, model: Any, *, max_model_len: int) -> None:
+        self.model = model
+        self.draws: list[Draw] = []
+        self._max_model_len = max_model_len
+        self._states: Any = None
+        self._mask: Bool[Tensor, "rows length"] = torch.zeros(0, 0, dtype=torch.bool)
+
+    def forget_states(self) -> None:
+        """Drop the cached states, which belong to old weights; the next step computes them anew."""
+        self._states = None
+
+    @torch.inference_mode()
+    def step(self, joining: Sequence[Draw], *, version: int) -> None:
+        """Sample one token for every running draw and for those that join now; the finished ones leave."""
+        logits = []
+        if self.draws:
+            logits.append(self._advance() if self._states is not None else self._compute(self.draws))
+        if joining:
+            running = (self._states, self._mask)
+            logits.append(self._compute(joining))
+            if self.draws:
+                self._merge(*running)
+            self.draws.extend(joining)
+        self._append(torch.cat(logits), version)
+        self.keep(draw for draw in self.draws if draw.finish_reason is None)
+
+    @torch.inference_mode()
+    def keep(self, draws: Iterable[Draw]) -> None:
+        """Leave all but the given draws."""
+        wanted = set(map(id, draws))
+        rows = [row for row, draw in enumerate(self.draws) if id(draw) in wanted]
+        if len(rows) == len(self.draws):
+            return
+        self.draws = [self.draws[row] for row in rows]
+        if not rows:
+            self._states = None
+        if self._states is None:
+            return
+        index = torch.tensor(rows, device=self.model.device)
+        mask = self._mask[index]
+        padding = int((~mask).long().cumprod(dim=1).sum(dim=1).min())
+        self._mask = mask[:, padding:]
+        for layer in self._states.layers:
+            layer.keys = layer.keys[index, :, padding:]
+            layer.values = layer.values[index, :, padding:]
+
+    def _append(self, logits: Float[Tensor, "rows vocab"], version: int) -> None:
+        for row, draw in enumerate(self.draws):
+            if len(draw.tokens) < draw.request.sampling.min_tokens:
+                logits[row, list(draw.stop_token_ids)] = -torch.inf
+        tokens, log_probs = draw_tokens(
+            logits, [draw.request.sampling for draw in self.draws], [draw.generator for draw in self.draws]
+        )
+        for draw, token, log_prob in zip(self.draws, tokens.tolist(), log_probs.tolist(), strict=True):
+            draw.append(token, log_prob, version, max_model_len=self._max_model_len)
+
+    def _advance(self) -> Float[Tensor, "rows vocab"]:
+        """Logits after each running draw's last token."""
+        last = torch.tensor([draw.tokens[-1:] for draw in self.draws], device=self.model.device)
+        self._mask = pad(self._mask, (0, 1), value=True)
+        return self._forward(last, self._mask.sum(dim=1, keepdim=True) - 1)
+
+    def _compute(self, draws: Sequence[Draw]) -> Float[Tensor, "rows vocab"]:
+        """Logits after the sequences of `draws`, from the first token on; replaces states and mask by theirs."""
+        from transformers import DynamicCache
+
+        unique = {sequence: index for index, sequence in enumerate(dict.fromkeys(d.sequence for d in draws))}
+        width = max(map(len, unique))
+        device = self.model.device
+        ids = torch.tensor([[0] * (width - len(s)) + list(s) for s in unique], device=device)
+        self._mask = torch.arange(width, device=device) >= width - torch.tensor(
+            [[len(s)] for s in unique], device=device
+        )
+        self._states = DynamicCache()
+        logits = self._forward(ids, (self._mask.long().cumsum(dim=1) - 1).clamp(min=0))
+        rows = torch.tensor([unique[draw.sequence] for draw in draws], device=device)
+        self._states.batch_select_indices(rows)
+        self._mask = self._mask[rows]
+        return logits[rows]
+
+    def _forward(
+        self, ids: Int[Tensor, "rows new"], positions: Int[Tensor, "rows new"]
+    ) -> Float[Tensor, "rows vocab"]:
+        return self.model(
+            input_ids=ids,
+            attention_mask=self._mask.long(),
+            position_ids=positions,
+            past_key_values=self._states,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def _merge(self, states: Any, mask: Bool[Tensor, "rows length"]) -> None:
+        """Put rows with these states above the ones just computed, all padded to one length on the left."""
+        width = max(mask.shape[1], self._mask.shape[1])
+        above, below = width - mask.shape[1], width - self._mask.shape[1]
+        for old, new in zip(states.layers, self._states.layers, strict=True):
+            new.keys = torch.cat([pad(old.keys, (0, 0, above, 0)), pad(new.keys, (0, 0, below, 0))])
+            new.values = torch.cat([pad(old.values, (0, 0, above, 0)), pad(new.values, (0, 0, below, 0))])
+        self._mask = torch.cat([pad(mask, (above, 0)), pad(self._mask, (below, 0))])

@@ -1,0 +1,58 @@
+"""Drawing the next token of several samples at once, each with its own settings and random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from rlhf_core import SamplingConfig
+from torch import Tensor
+
+
+def draw_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    samplings: Sequence[SamplingConfig],
+    generators: Sequence[torch.Generator],
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """One token per row and its log-prob under the distribution it was drawn from.
+
+    Uses the Gumbel-max trick: argmax(log p + g), g = -log(Exp(1)) noise, is a draw from p. Each row takes its
+    noise from its own (CPU) generator, so a sample does not depend on what else is in the batch. Rows with
+    temperature 0 get no noise.
+    """
+    log_probs = candidate_log_probs(logits, samplings)
+    noise = torch.zeros(logits.shape)
+    for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
+        if sampling.temperature > 0:
+            noise[row].exponential_(generator=generator).log_().neg_()
+    tokens = (log_probs + noise.to(log_probs.device)).argmax(dim=-1)
+    return tokens, log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def candidate_log_probs(
+    logits: Float[Tensor, "rows vocab"], samplings: Sequence[SamplingConfig]
+) -> Float[Tensor, "rows vocab"]:
+    """log softmax(logits / temperature), truncated by top-k, top-p and min-p and renormalised, in float32.
+
+    Tokens outside a row's candidate set have -inf. Greedy rows (temperature 0) count as temperature 1.
+    """
+    meanings = [sampling.meaning for sampling in samplings]
+    temperature = torch.tensor([m.temperature for m in meanings], device=logits.device)
+    log_probs = (logits.float() / temperature.unsqueeze(-1)).log_softmax(dim=-1)
+    if not any(meaning.truncated for meaning in meanings):
+        return log_probs
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device).unsqueeze(-1)
+
+    vocab = logits.shape[-1]
+    ordered, order = log_probs.exp().sort(dim=-1, descending=True)
+    rank = torch.arange(vocab, device=logits.device)
+    keep = rank < column([m.top_k or vocab for m in meanings])
+    # The smallest set whose mass reaches top_p: a token stays if the mass before it falls short of it.
+    keep &= ordered.cumsum(dim=-1) - ordered < column([m.top_p for m in meanings])
+    keep &= ordered >= column([m.min_p for m in meanings]) * ordered[:, :1]
+    keep |= rank == 0
+    kept = torch.zeros_like(keep).scatter(-1, order, keep)
+    return log_probs.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
