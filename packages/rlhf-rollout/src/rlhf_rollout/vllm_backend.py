@@ -52,8 +52,9 @@ class VLLMBackend:
     2 drops them, and they must be sent before sampling goes on.
 
     Raises:
-        ConfigError: an unknown option, or a device that the installed vLLM was not built for.
-        EngineDiedError: by every call after the engine has failed; names the first cause.
+        ConfigError: an unknown option, a device that the installed vLLM was not built for, or a model or setting
+            that vLLM refuses.
+        EngineDiedError: the engine did not start; and, by every call, after it has failed. Names the first cause.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -73,7 +74,13 @@ class VLLMBackend:
             stop_strings=not arguments["skip_tokenizer_init"],
             sleep=bool(config.options.get("enable_sleep_mode", False)),
         )
-        self._loop = EngineLoop(lambda: build_engine(arguments), shut_down_engine)
+        from vllm.exceptions import VLLMClientError
+
+        self._loop = EngineLoop(
+            lambda: build_engine(arguments),
+            shut_down_engine,
+            refusals=(VLLMClientError, ValueError, TypeError),
+        )
         self._close = weakref.finalize(self, self._loop.stop)
 
     @property

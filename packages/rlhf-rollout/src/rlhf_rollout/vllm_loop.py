@@ -35,12 +35,20 @@ class EngineLoop:
     Args:
         build: makes the engine, on the thread; what it raises is raised by the constructor.
         shut_down: releases the engine, on the thread, at the very end.
+        refusals: exceptions by which the engine rejects one request and stays healthy.
 
     Raises:
         EngineDiedError: by every method, once the engine has failed or `stop` was called.
     """
 
-    def __init__(self, build: Callable[[], LLMEngine], shut_down: Callable[[LLMEngine], None]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], LLMEngine],
+        shut_down: Callable[[LLMEngine], None],
+        *,
+        refusals: tuple[type[Exception], ...] = (ValueError, TypeError),
+    ) -> None:
+        self._refusals = refusals
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: str | None = None
@@ -169,12 +177,11 @@ class EngineLoop:
         if self._refusal is not None:
             self._resolve(done, error=_again(self._refusal))
             return
-        from vllm.inputs.engine import tokens_input
-
         request_id = str(next(self._ids))
+        tokens: Any = {"type": "token", "prompt_token_ids": list(prompt)}  # vllm.inputs.engine.TokensInput
         try:
-            engine.add_request(request_id, tokens_input(list(prompt)), params)
-        except (ValueError, TypeError) as error:
+            engine.add_request(request_id, tokens, params)
+        except self._refusals as error:
             self._resolve(done, error=CapabilityError(f"vLLM refuses the request: {error}"))
             return
         self._pending[request_id] = done

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import ConfigError, RolloutConfig
+from rlhf_core import ConfigError, EngineDiedError, RolloutConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -202,7 +202,12 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def build_engine(arguments: dict[str, Any]) -> LLMEngine:
-    """Load a model. Run it on the thread that will step the engine."""
+    """Load a model and sample one token with it. Run it on the thread that will step the engine.
+
+    Raises:
+        ConfigError: vLLM refuses the model or a setting.
+        EngineDiedError: the engine cannot run, for instance for lack of memory or of a kernel.
+    """
     global _alive, _group_is_ours
     import torch.distributed
     from vllm.engine.arg_utils import EngineArgs
@@ -212,15 +217,32 @@ def build_engine(arguments: dict[str, Any]) -> LLMEngine:
         if _alive == 0:
             _group_is_ours = not torch.distributed.is_initialized()
         _alive += 1
+    engine = None
     try:
         with _random_state_kept():
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
-    except BaseException:
-        with _lock:
-            _alive -= 1
-        raise
-    engine.set_weight_version("0")
+            engine.set_weight_version("0")
+            _sample_one_token(engine)
+    except Exception as error:
+        if engine is not None:
+            shut_down_engine(engine)
+        else:
+            with _lock:
+                _alive -= 1
+        if isinstance(error, (ValueError, OSError)):
+            raise ConfigError(f"vLLM refuses the rollout configuration: {error}") from error
+        raise EngineDiedError(f"the vLLM engine did not start: {type(error).__name__}: {error}") from error
     return engine
+
+
+def _sample_one_token(engine: LLMEngine) -> None:
+    """Some unsupported models (head sizes without a kernel) fail only when they run."""
+    from vllm import SamplingParams
+
+    prompt: Any = {"type": "token", "prompt_token_ids": [0]}
+    engine.add_request("warm-up", prompt, SamplingParams(max_tokens=1, logprobs=0, detokenize=False))
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def shut_down_engine(engine: LLMEngine) -> None:
