@@ -1,0 +1,173 @@
+"""Direct preference optimisation against a reference, in its published forms.
+
+Rows alternate chosen, rejected (`rows_per_unit=2`). Column `ref_log_probs_sum` [rows]: the reference's log-prob
+of the response, summed over its tokens. The loss is a mean over pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_algos.pair_losses import PAIR_LOSSES, PairLoss, PairLossSettings, aot_losses
+from rlhf_algos.policy_terms import add_aux_loss
+from rlhf_algos.response_log_probs import (
+    reference_log_probs,
+    response_lengths,
+    response_log_probs,
+    split_pairs,
+)
+
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+"""Divergence that keeps the policy near the reference (f-DPO, Wang et al. 2023); DPO's own is the reverse KL."""
+
+_MAX_EXPONENT = 80.0  # exp of it still fits float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOConfig:
+    """Configuration of `dpo`."""
+
+    loss: PairLoss = "sigmoid"
+    """See `pair_losses.PairLoss`."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference; the tau of IPO."""
+    label_smoothing: float = 0.0
+    """Probability that a label is flipped: cDPO (`sigmoid`), `robust`, `exo`, `aot`."""
+    length_normalized: bool = False
+    """Divide each response's log-ratio by its tokens. For `ipo`: True in TRL, False in OpenRLHF and in the paper's
+    formula. For `sigmoid`: LN-DPO, TRL's `sigmoid_norm`."""
+    reference_free: bool = False
+    """A uniform reference: `ref_log_probs_sum` is not read."""
+    f_divergence: FDivergence = "reverse_kl"
+    """See `FDivergence`; used by the losses of the difference of the two scores, as in TRL."""
+    alpha: float = 0.5
+    """Order of the alpha divergence."""
+    discopop_tau: float = 0.05
+    """Temperature of DiscoPOP's blend."""
+    sft_coef: float = 0.0
+    """Weight of the negative log-likelihood of the chosen response (RPO)."""
+    sft_mean: Literal["sequence", "token"] = "sequence"
+    """Mean over the tokens of each response, then over pairs (OpenRLHF's `nll_loss_coef`); or over all chosen
+    tokens of the batch (TRL's loss type `sft`), which needs the column of `with_sft_divisor`."""
+    aux_loss_coef: float = 0.0
+    """See `PolicyTermsConfig.aux_loss_coef`."""
+
+    def __post_init__(self) -> None:
+        choices = {"loss": PairLoss, "f_divergence": FDivergence}
+        for name, kind in choices.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(
+                    f"dpo: {name} {getattr(self, name)!r} is unknown; write one of {', '.join(get_args(kind))}"
+                )
+        if self.beta <= 0:
+            raise ConfigError(f"dpo: beta must be positive, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"dpo: label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+        if self.loss == "exo" and self.label_smoothing == 0:
+            raise ConfigError("dpo: the loss 'exo' takes the log of label_smoothing; write for instance 0.001")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("log_probs", "aux_loss") if self.aux_loss_coef else ("log_probs",)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the batch must have the column `ref_log_probs_sum`."""
+        return not self.reference_free
+
+
+def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
+    """DPO (Rafailov et al. 2023, eq. 7) and its relatives, a mean over pairs.
+
+    With h = log_probs_sum - ref_log_probs_sum of a response, `sigmoid` is
+    -(1 - eps) log sigmoid(beta (h_chosen - h_rejected)) - eps log sigmoid(-beta (h_chosen - h_rejected)).
+
+    Metrics: preference_loss, accuracy, margin, rewards_chosen, rewards_rejected (beta h), log_probs_chosen,
+    log_probs_rejected, sft_loss.
+    """
+    log_ratio = log_ratios(outputs, batch, config)
+    chosen, rejected = split_pairs(log_ratio, batch)
+    settings = PairLossSettings(
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        tau=config.discopop_tau,
+        shift=split_pairs(batch["reward_shift"], batch)[0] if "reward_shift" in batch else None,
+    )
+    if config.loss in ("aot", "aot_unpaired"):
+        losses = aot_losses(chosen, rejected, batch, settings, paired=config.loss == "aot")
+    else:
+        if config.f_divergence != "reverse_kl":
+            chosen, rejected = (f_score(x, config.f_divergence, config.alpha) for x in (chosen, rejected))
+        losses = PAIR_LOSSES[config.loss](chosen, rejected, settings)
+    metrics = pair_metrics(outputs, batch, config.beta * log_ratio) | {"preference_loss": mean_of(losses)}
+    total = losses.sum()
+    if config.sft_coef:
+        nll = chosen_nll(outputs, batch, config.sft_mean)
+        total = total + config.sft_coef * nll.sum()
+        metrics["sft_loss"] = mean_of(nll)
+    weight = torch.tensor(float(batch.units), device=total.device)
+    return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
+
+
+def log_ratios(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> Float[Tensor, " rows"]:
+    """log(policy / reference) of each response, per token if `length_normalized`."""
+    mean = config.length_normalized
+    policy = response_log_probs(outputs, batch, mean=mean)
+    return policy if config.reference_free else policy - reference_log_probs(batch, mean=mean)
+
+
+def f_score(log_ratio: Float[Tensor, " pairs"], kind: FDivergence, alpha: float) -> Float[Tensor, " pairs"]:
+    """f'(exp(log_ratio)) of the divergence, the score that replaces the log-ratio (Wang et al. 2023, table 1).
+
+    forward_kl: 1 - 1/u; js_divergence: log(2u / (1 + u)); alpha_divergence: (u^(alpha - 1) - 1) / (alpha - 1).
+    """
+    if kind == "forward_kl":
+        return 1 - (-log_ratio).clamp(max=_MAX_EXPONENT).exp()
+    if kind == "js_divergence":
+        return math.log(2) + logsigmoid(log_ratio)
+    if kind == "alpha_divergence" and abs(alpha - 1) >= 1e-6:
+        return ((alpha - 1) * log_ratio).clamp(max=_MAX_EXPONENT).expm1() / (alpha - 1)
+    return log_ratio
+
+
+def chosen_nll(outputs: ModelOutputs, batch: Batch, mean: Literal["sequence", "token"]) -> Float[Tensor, " pairs"]:
+    """Negative log-likelihood of each chosen response, such that its mean over pairs is the mean asked for.
+
+    `token` reads the column `sft_divisor` [rows].
+    """
+    total = -split_pairs(response_log_probs(outputs, batch), batch)[0]
+    divisor = response_lengths(batch) if mean == "sequence" else batch["sft_divisor"]
+    return total / split_pairs(divisor, batch)[0]
+
+
+def with_sft_divisor(batch: Batch) -> Batch:
+    """Add the column `sft_divisor` [rows]: chosen tokens per pair of the *global* batch, which `batch` must be.
+
+    A mean over tokens and a mean over pairs have different denominators; this constant makes one sum of both,
+    whatever the micro-batches.
+    """
+    tokens = batch.response_mask[0::2].sum().clamp(min=1)
+    return batch.with_columns(sft_divisor=(tokens / max(batch.units, 1)).expand(batch.rows).clone())
+
+
+def pair_metrics(outputs: ModelOutputs, batch: Batch, rewards: Float[Tensor, " rows"]) -> dict[str, Mean]:
+    """Rewards, their margin and accuracy, and log-probs of both sides; means over pairs."""
+    chosen, rejected = split_pairs(rewards, batch)
+    log_probs_chosen, log_probs_rejected = split_pairs(response_log_probs(outputs, batch), batch)
+    return {
+        "rewards_chosen": mean_of(chosen),
+        "rewards_rejected": mean_of(rejected),
+        "margin": mean_of(chosen - rejected),
+        "accuracy": mean_of((chosen > rejected).float()),
+        "log_probs_chosen": mean_of(log_probs_chosen),
+        "log_probs_rejected": mean_of(log_probs_rejected),
+    }
