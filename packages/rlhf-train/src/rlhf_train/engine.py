@@ -59,8 +59,8 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda", self.ranks.info.local_rank) if on_cuda else torch.device("cpu")
         settings = deepspeed_config(config, zero, world_size=self.ranks.size)
         sharded = zero.stage == 3
-        self._module = RoleModel(load_model(config, settings if sharded else None), sharded=sharded)
-        self._deepspeed = self._wrap(settings)
+        self._module: Any = RoleModel(load_model(config, settings if sharded else None), sharded=sharded)
+        self._deepspeed: Any = self._wrap(settings)
         self._progress = Progress()
         self._random = RandomState(config.seed + self.ranks.info.rank, self.device)
         self._offloaded = False
@@ -251,5 +251,5 @@ class DeepSpeedEngine:
         if self._deepspeed is not None:
             self._deepspeed.destroy()
         self._deepspeed = None
-        self._module = None  # type: ignore[assignment]
+        self._module = None
         self._last_outputs = {}

@@ -33,7 +33,7 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
         arguments["attn_implementation"] = config.attention
     if not causal:
         arguments["num_labels"] = 1
-    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
+    kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     try:
         with torch.random.fork_rng(devices=[]), _sharded_creation(zero_config), _quiet_load_report():
             torch.manual_seed(config.seed)
@@ -60,8 +60,7 @@ def _sharded_creation(zero_config: dict[str, Any] | None) -> Iterator[None]:
     if zero_config is None:
         yield
         return
-    from transformers.integrations import HfDeepSpeedConfig
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     alive = HfDeepSpeedConfig(zero_config)
     try:

@@ -98,7 +98,7 @@ def join_training_ranks(config: EngineConfig, *, timeout_s: float) -> TrainingRa
     _choose_accelerator(config)
     found = RankInfo.from_environment()
     info = found or RankInfo()
-    distributed = torch.distributed
+    distributed: Any = torch.distributed
     if not distributed.is_initialized():
         backend = "nccl" if config.device.startswith("cuda") else "gloo"
         timeout = timedelta(seconds=timeout_s)
@@ -133,7 +133,8 @@ def _choose_accelerator(config: EngineConfig) -> None:
     os.environ.setdefault("DS_ACCELERATOR", wanted)
     from deepspeed.accelerator import get_accelerator
 
-    if (name := get_accelerator()._name) != wanted:
+    accelerator: Any = get_accelerator()
+    if (name := accelerator._name) != wanted:
         raise ConfigError(
             f"DeepSpeed runs this process on {name!r}, but the engine's device is {config.device!r}; set "
             f"DS_ACCELERATOR={wanted} before the process starts (see rlhf_train.process_environment)"
@@ -147,7 +148,8 @@ def _open_deepspeed_backend() -> None:
 
     # The shared-memory all-reduce serves DeepSpeed's inference only, but its C++ would be compiled here.
     compatible = getattr(deepspeed.ops, "__compatible_ops__", {})
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    accelerator: Any = get_accelerator()
+    builder = accelerator.create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         compatible[builder.NAME] = False
     deepspeed.init_distributed(
