@@ -1,70 +1,147 @@
 """One forward pass of a Transformers model over a batch, giving just the outputs that are asked for.
 
 The model is any Transformers-style module: `base_model` gives the backbone, `get_output_embeddings()` the
-language-model head, `score` the scalar head of a sequence-classification model (critic and reward roles).
+language-model head, `score` the scalar head of a sequence-classification model (critic and reward roles). After
+`enable_packing(model)` the rows run unpadded and prompts that rows share run once; otherwise they run padded.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rlhf_core.batch import Batch
-from rlhf_core.log_probs import chunked_log_probs
+from rlhf_core.errors import CapabilityError
+from rlhf_core.log_probs import LogitScaling, chunked_log_probs
 from rlhf_core.loss import ModelOutputs
+from rlhf_core.packed_attention import has_dropout, is_packing
+from rlhf_core.packing import PackedRows, pack
 
 
-def model_outputs(model: nn.Module, batch: Batch, fields: Sequence[str], *, chunk: int = 1024) -> ModelOutputs:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HiddenStates:
+    """States of the last layer, and where each token of the batch has its own."""
+
+    states: Float[Tensor, "tokens hidden"]
+    places: Int[Tensor, "rows length"]
+    router_logits: Any = None
+    """Per layer, of a mixture-of-experts model that was asked for them."""
+    counted: Tensor | None = None
+    """[rows, length] tokens the router logits belong to; None if to all."""
+
+    def at(self, mask: Bool[Tensor, "rows length"]) -> Float[Tensor, "picked hidden"]:
+        """States of the True positions, row by row."""
+        return self.states.index_select(0, self.places[mask])
+
+    def before(self, mask: Bool[Tensor, "rows length"]) -> Float[Tensor, "picked hidden"]:
+        """States of the tokens that precede the True positions."""
+        return self.states.index_select(0, self.places[:, :-1][mask[:, 1:]])
+
+
+def model_outputs(
+    model: nn.Module, batch: Batch, fields: Sequence[str], *, chunk: int | None = None
+) -> ModelOutputs:
     """Run `model` on the rows of `batch` (on the model's device) and return `fields` of ModelOutputs.
 
-    Gradients flow unless the caller disables them. The head runs only where there is a response token.
+    Gradients flow unless the caller disables them. The head runs only where there is a response token, on
+    `chunk` of them at a time (None chooses by the size of the vocabulary).
     """
-    hidden = _hidden_states(model, batch)
+    routed = "aux_loss" in fields
+    if is_packing(model):
+        hidden = packed_states(model, pack(batch, share_prompts=not has_dropout(model)), routed=routed)
+    else:
+        hidden = padded_states(model, batch, routed=routed)
+    mask = batch.response_mask.clone()
+    mask[:, 0] = False
     result: dict[str, Tensor] = {}
     if "log_probs" in fields or "entropy" in fields:
-        result |= _token_outputs(model, batch, hidden, with_entropy="entropy" in fields, chunk=chunk)
+        log_probs, entropy = chunked_log_probs(
+            hidden.before(mask),
+            _language_head(model),
+            batch.token_ids[mask],
+            temperature=batch.temperature,
+            with_entropy="entropy" in fields,
+            chunk=chunk,
+            scaling=logit_scaling(model),
+        )
+        result |= {"log_probs": _scatter(log_probs, mask), "entropy": _scatter(entropy, mask)}
     if "values" in fields:
-        states, mask = _states_before(hidden, batch)
-        result["values"] = _scatter(_scalar_head(model)(states).squeeze(-1), mask)
+        result["values"] = _scatter(_scalar_head(model)(hidden.before(mask)).squeeze(-1), mask)
     if "scores" in fields:
-        last = hidden[torch.arange(batch.rows, device=hidden.device), batch.lengths - 1]
-        result["scores"] = _full_precision(_scalar_head(model)(last).squeeze(-1))
+        last = torch.zeros_like(mask)
+        last[torch.arange(batch.rows, device=mask.device), batch.lengths - 1] = True
+        result["scores"] = _full_precision(_scalar_head(model)(hidden.at(last)).squeeze(-1))
+    if routed:
+        result["aux_loss"] = _router_loss(model, hidden)
     return ModelOutputs(**{name: tensor for name, tensor in result.items() if name in fields})
 
 
-def _hidden_states(model: Any, batch: Batch) -> Tensor:
-    """[rows, length, hidden] of the last layer."""
-    # Through the model itself where it is wrapped (ZeRO, DDP): calling the backbone directly is fine for plain
-    # modules and for ZeRO-3, whose hooks sit on every submodule.
+def padded_states(model: Any, batch: Batch, *, routed: bool = False) -> HiddenStates:
+    """Run the backbone on the padded rows."""
+    # The backbone, not the model: its head would make logits of every token. ZeRO-3's hooks sit on every
+    # submodule, so this gathers what it needs there too.
     outputs = model.base_model(
-        input_ids=batch.token_ids, attention_mask=batch.attention_mask.long(), use_cache=False
+        input_ids=batch.token_ids,
+        attention_mask=batch.attention_mask.long(),
+        use_cache=False,
+        **({"output_router_logits": True} if routed else {}),
     )
-    return outputs.last_hidden_state
-
-
-def _states_before(hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states that precede each response token, [tokens, hidden], and the mask to scatter back with."""
-    mask = batch.response_mask.clone()
-    mask[:, 0] = False
-    return hidden[:, :-1][mask[:, 1:]], mask
-
-
-def _token_outputs(
-    model: Any, batch: Batch, hidden: Tensor, *, with_entropy: bool, chunk: int
-) -> dict[str, Tensor]:
-    states, mask = _states_before(hidden, batch)
-    log_probs, entropy = chunked_log_probs(
-        states,
-        model.get_output_embeddings(),
-        batch.token_ids[mask],
-        temperature=batch.temperature,
-        with_entropy=with_entropy,
-        chunk=chunk,
+    states = outputs.last_hidden_state
+    rows, length = batch.token_ids.shape
+    return HiddenStates(
+        states=states.reshape(rows * length, -1),
+        places=torch.arange(rows * length, device=states.device).view(rows, length),
+        router_logits=outputs.router_logits if routed else None,
+        counted=batch.attention_mask,
     )
-    return {"log_probs": _scatter(log_probs, mask), "entropy": _scatter(entropy, mask)}
+
+
+def packed_states(model: Any, packed: PackedRows, *, routed: bool = False) -> HiddenStates:
+    """Run the backbone on packed rows."""
+    outputs = model.base_model(
+        input_ids=packed.token_ids,
+        # A mask of four dimensions is passed on as it is: no [tokens, tokens] mask is built.
+        attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device),
+        position_ids=packed.position_ids,
+        use_cache=False,
+        layout=packed.layout,
+        **({"output_router_logits": True} if routed else {}),
+    )
+    return HiddenStates(
+        states=outputs.last_hidden_state[0],
+        places=packed.places,
+        router_logits=outputs.router_logits if routed else None,
+    )
+
+
+def logit_scaling(model: Any) -> LogitScaling:
+    """What the model does to its head's output, by its config: Gemma's soft cap, Cohere's and Granite's factors."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return LogitScaling()
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    factor = 1.0
+    kind = getattr(text, "model_type", "")
+    if kind.startswith("cohere"):
+        factor = float(getattr(text, "logit_scale", None) or 1.0)
+    elif kind.startswith("granite"):
+        factor = 1.0 / float(getattr(text, "logits_scaling", None) or 1.0)
+    return LogitScaling(factor=factor, soft_cap=getattr(text, "final_logit_softcapping", None))
+
+
+def _language_head(model: Any) -> nn.Module:
+    head = model.get_output_embeddings()
+    if head is None:
+        raise CapabilityError(
+            f"{type(model).__name__} has no language-model head, so it has no log-probs; use the role policy"
+        )
+    return head
 
 
 def _scalar_head(model: Any) -> nn.Module:
@@ -75,6 +152,15 @@ def _scalar_head(model: Any) -> nn.Module:
         f"{type(model).__name__} has no scalar head; load value and reward models with "
         "AutoModelForSequenceClassification(num_labels=1)"
     )
+
+
+def _router_loss(model: Any, hidden: HiddenStates) -> Tensor:
+    """The load-balancing loss of the model's own module (Switch Transformers, Fedus et al. 2021, eq. 4-6)."""
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if function is None or hidden.router_logits is None:
+        raise CapabilityError(f"{type(model).__name__} is no mixture of experts with a load-balancing loss")
+    counted = None if hidden.counted is None else hidden.counted.long()
+    return function(hidden.router_logits, model.num_experts, model.num_experts_per_tok, counted)
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+_CHUNK_ELEMENTS = 1 << 24  # logits that exist at a time, 64 MiB in float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitScaling:
+    """What some models do to the head's output: `soft_cap * tanh(factor * logits / soft_cap)`."""
+
+    factor: float = 1.0
+    soft_cap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The model's logits from the head's output; works in place where it can."""
+        logits = logits if self.factor == 1.0 else logits * self.factor
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
 def log_probs_from_logits(
@@ -32,16 +49,45 @@ def chunked_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk: int = 1024,
+    chunk: int | None = None,
+    scaling: LogitScaling | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log-probs (and entropies, else zeros) of `targets` under softmax(head(hidden) / temperature).
+    """Log-probs (and entropies, else zeros) of `targets` under softmax(scaling(head(hidden)) / temperature).
 
-    Logits exist for `chunk` tokens at a time; the backward pass computes them again. `head` is called as a
-    module, so ZeRO-3's gathering hooks fire.
+    Logits exist for `chunk` tokens at a time (None: 64 MiB of them); the backward pass computes them again. A
+    plain linear head is differentiated by hand, chunk by chunk. Any other one, such as one that ZeRO-3 has
+    sharded, is called as a module, so that its gathering hooks fire.
     """
+    scaling = scaling or LogitScaling()
+    if not len(hidden):
+        empty = hidden.sum(dim=-1)
+        return empty, empty
+    if _is_plain_linear(head):
+        size = chunk or max(64, _CHUNK_ELEMENTS // head.weight.shape[0])  # type: ignore[attr-defined]
+        settings = _Settings(temperature=temperature, with_entropy=with_entropy, chunk=size, scaling=scaling)
+        return _LinearLogProbs.apply(hidden, head.weight, head.bias, targets, settings)  # type: ignore
+    return _module_log_probs(hidden, head, targets, (temperature, with_entropy, chunk or 1024, scaling))
+
+
+def _is_plain_linear(head: object) -> bool:
+    if type(head) is not nn.Linear:
+        return False
+    # DeepSpeed marks the parameters it shards; outside a module call they are empty.
+    hooks = head._forward_pre_hooks or head._forward_hooks or head._backward_hooks
+    return not hooks and not hasattr(head.weight, "ds_id") and head.weight.dim() == 2
+
+
+def _module_log_probs(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    settings: tuple[float, bool, int, LogitScaling],
+) -> tuple[Tensor, Tensor]:
+    """By calling the head as a module, under activation checkpointing."""
+    temperature, with_entropy, chunk, scaling = settings
 
     def scores(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(part).float() / temperature if part.dtype != torch.float64 else head(part) / temperature
+        logits = scaling.apply(_wide(head(part))) / temperature
         log_probs = log_probs_from_logits(logits, target)
         return log_probs, entropy_from_logits(logits) if with_entropy else torch.zeros_like(log_probs)
 
@@ -51,8 +97,107 @@ def chunked_log_probs(
             parts.append(checkpoint(scores, part, target, use_reentrant=False))
         else:
             parts.append(scores(part, target))
-    if not parts:
-        empty = hidden.sum(dim=-1)
-        return empty, empty
     log_probs, entropy = zip(*parts, strict=True)
     return torch.cat(log_probs), torch.cat(entropy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    temperature: float
+    with_entropy: bool
+    chunk: int
+    scaling: LogitScaling
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probs and entropies through a linear head; logits are recomputed chunk by chunk for the gradient.
+
+    With p = softmax(z), H the entropy and z the logits after temperature: d log p[y] / dz = onehot(y) - p and
+    dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+        log_probs = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        entropy = torch.zeros_like(log_probs)
+        normalised = torch.empty(0)
+        for start in range(0, len(hidden), settings.chunk):
+            part = slice(start, start + settings.chunk)
+            normalised = _log_softmax(hidden[part], weight, bias, settings)
+            log_probs[part] = normalised.gather(-1, targets[part, None]).squeeze(-1)
+            if settings.with_entropy:
+                entropy[part] = -(normalised.exp() * normalised).sum(dim=-1)
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        # The backward pass comes next and starts with the last chunk, so that one is not computed again.
+        ctx.last = normalised if any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(True)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for_log_probs, for_entropy = grads
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        to_hidden = torch.empty_like(hidden) if needs_hidden else None
+        to_weight = torch.zeros_like(weight) if needs_weight else None
+        to_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        last, ctx.last = ctx.last, None
+        for start in reversed(range(0, len(hidden), settings.chunk)):
+            part = slice(start, start + settings.chunk)
+            normalised = _log_softmax(hidden[part], weight, bias, settings) if last is None else last
+            last = None
+            logits_grad = _logits_grad(
+                normalised,
+                targets[part],
+                for_log_probs[part],
+                (for_entropy[part], entropy[part]) if settings.with_entropy else None,
+            )
+            if settings.scaling.soft_cap is not None:
+                capped = _raw_logits(hidden[part], weight, bias, settings).div_(settings.scaling.soft_cap).tanh_()
+                logits_grad.mul_(1 - capped.square_())
+            logits_grad = logits_grad.mul_(settings.scaling.factor / settings.temperature).to(weight.dtype)
+            if to_hidden is not None:
+                torch.mm(logits_grad, weight, out=to_hidden[part])
+            if to_weight is not None:
+                to_weight.addmm_(logits_grad.T, hidden[part])
+            if to_bias is not None:
+                to_bias += logits_grad.sum(dim=0)
+        return to_hidden, to_weight, to_bias, None, None
+
+
+def _raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
+    logits = _wide(nn.functional.linear(hidden, weight, bias))
+    return logits if settings.scaling.factor == 1.0 else logits.mul_(settings.scaling.factor)
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
+    """[chunk, vocab] log-probs, with no more than one other array of that size alive at any time."""
+    logits = _raw_logits(hidden, weight, bias, settings)
+    if (cap := settings.scaling.soft_cap) is not None:
+        logits = logits.div_(cap).tanh_().mul_(cap)
+    if settings.temperature != 1.0:
+        logits.div_(settings.temperature)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _logits_grad(
+    normalised: Tensor, targets: Tensor, for_log_probs: Tensor, entropies: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Gradient with respect to the logits after temperature; overwrites `normalised`."""
+    if entropies is None:
+        grad = normalised.exp_().mul_(-for_log_probs[:, None])
+    else:
+        for_entropy, entropy = entropies
+        grad = normalised.exp()
+        normalised.add_(entropy[:, None]).mul_(for_entropy[:, None]).add_(for_log_probs[:, None])
+        grad.mul_(normalised.neg_())
+    return grad.scatter_add_(1, targets[:, None], for_log_probs[:, None].to(grad.dtype))
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

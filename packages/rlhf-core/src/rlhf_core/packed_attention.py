@@ -1,0 +1,140 @@
+"""Attention over packed rows, put into a Transformers model without touching its code.
+
+`enable_packing(model)` registers the function with Transformers' AttentionInterface, selects it for the model, and
+keeps it only if a small trial gives the same hidden states packed as padded.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlhf_core.batch import Batch
+from rlhf_core.packing import Layout, pack
+
+NAME = "rlhf_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads tokens head_dim"],
+    key: Float[Tensor, "1 key_heads tokens head_dim"],
+    value: Float[Tensor, "1 key_heads tokens head_dim"],
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
+    """Transformers' attention signature. Without a `layout` it is ordinary `sdpa` attention."""
+    if layout is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda:
+        # With a mask, grouped heads would fall back to the unfused kernel on CUDA.
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    parts = []
+    for segment in layout.segments:
+        own = slice(segment.start, segment.stop)
+        keys, values = key[:, :, own], value[:, :, own]
+        branch = segment.prompt_stop > segment.prompt_start
+        if branch:
+            prompt = slice(segment.prompt_start, segment.prompt_stop)
+            keys = torch.cat([key[:, :, prompt], keys], dim=2)
+            values = torch.cat([value[:, :, prompt], values], dim=2)
+        parts.append(
+            scaled_dot_product_attention(
+                query[:, :, own],
+                keys,
+                values,
+                attn_mask=layout.branch_mask(segment, query) if branch else None,
+                dropout_p=dropout,
+                is_causal=not branch,
+                scale=kwargs.get("scaling"),
+                enable_gqa=keys.shape[1] != query.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def enable_packing(model: nn.Module) -> bool:
+    """Let `model_outputs` run this Transformers model on packed rows; False if the model cannot.
+
+    Models cannot whose attention has windows, soft caps or sinks, that carry a state along the sequence, or
+    whose attention was chosen to be something else than `sdpa`. All ranks of a sharded model call it together,
+    as it runs the model twice on a few tokens.
+    """
+    config = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    if before == NAME:
+        return True
+    if config is None or before != "sdpa" or not _is_plain(model, config):
+        return False
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    selected: Any = model
+    selected.set_attn_implementation(NAME)
+    if config._attn_implementation == NAME and _trial(model):
+        return True
+    selected.set_attn_implementation(before)
+    return False
+
+
+def is_packing(model: nn.Module) -> bool:
+    """True after `enable_packing` returned True."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
+def _is_plain(model: Any, config: Any) -> bool:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return (
+        getattr(model, "_supports_attention_backend", False)
+        and not getattr(model, "_is_stateful", False)
+        and not getattr(text, "is_encoder_decoder", False)
+        and kinds == {"full_attention"}
+        and getattr(text, "attn_logit_softcapping", None) is None
+    )
+
+
+def _trial(model: Any) -> bool:
+    """Whether two short rows with a common prompt have the same hidden states packed as padded."""
+    from rlhf_core.forward import packed_states, padded_states
+
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([[3, 1, 4, 1, 5, 0], [3, 1, 4, 2, 6, 5]], device=device)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]], device=device).bool()
+    answers = mask & (torch.arange(6, device=device) >= 3)
+    batch = Batch(token_ids=ids, attention_mask=mask, response_mask=answers)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            padded, packed = padded_states(model, batch), packed_states(model, pack(batch))
+            left, right = padded.at(mask), packed.at(mask)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    finally:
+        model.train(training)
+    tolerance = 1e-4 if left.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((left - right).abs().max() <= tolerance * left.abs().max())
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """True if the forward pass draws random numbers now: then each row must draw its own."""
+    if not model.training:
+        return False
+    config: Any = copy.copy(getattr(model, "config", None))
+    return getattr(config, "attention_dropout", 0.0) > 0 or any(
+        module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)
+    )

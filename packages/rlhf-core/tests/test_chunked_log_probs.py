@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf_core.log_probs import LogitScaling, chunked_log_probs, entropy_from_logits, log_probs_from_logits
+from torch import nn
+
+
+def case(bias: bool = False, dtype=torch.float64):
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 6, dtype=dtype, requires_grad=True)
+    head = nn.Linear(6, 9, bias=bias, dtype=dtype)
+    return hidden, head, torch.randint(0, 9, (11,))
+
+
+def plain(hidden, head, targets, temperature, scaling):
+    logits = scaling.apply(head(hidden)) / temperature
+    return log_probs_from_logits(logits, targets), entropy_from_logits(logits)
+
+
+class Module(nn.Module):
+    """A head that is no plain Linear."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100, None])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(
+    "scaling", [LogitScaling(), LogitScaling(factor=0.5), LogitScaling(factor=2, soft_cap=1.5)]
+)
+@pytest.mark.parametrize("wrap", [lambda head: head, Module])
+def test_values_and_gradients_equal_the_unchunked_ones(chunk, with_entropy, scaling, wrap):
+    hidden, head, targets = case(bias=True)
+    weights = torch.linspace(-1, 2, 11, dtype=torch.float64)
+    settings = {"temperature": 0.7, "with_entropy": with_entropy, "chunk": chunk, "scaling": scaling}
+    found = chunked_log_probs(hidden, wrap(head), targets, **settings)
+    expected = plain(hidden, head, targets, 0.7, scaling)
+    assert torch.allclose(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1] if with_entropy else torch.zeros(11, dtype=torch.float64))
+    inputs = [hidden, *head.parameters()]
+
+    def total(log_probs, entropy):
+        return (log_probs * weights).sum() + ((entropy * weights.flip(0)).sum() if with_entropy else 0)
+
+    for ours, theirs in zip(
+        torch.autograd.grad(total(*found), inputs), torch.autograd.grad(total(*expected), inputs), strict=True
+    ):
+        assert torch.allclose(ours, theirs)
+
+
+def test_gradcheck():
+    hidden, head, targets = case()
+    assert torch.autograd.gradcheck(
+        lambda h, w: _with_weight(h, w, head, targets), (hidden, head.weight.detach().requires_grad_())
+    )
+
+
+def _with_weight(hidden, weight, head, targets):
+    head = nn.Linear(6, 9, bias=False, dtype=torch.float64)
+    del head.weight
+    head.weight = weight
+    return chunked_log_probs(hidden, head, targets, with_entropy=True, chunk=3, scaling=LogitScaling(soft_cap=3.0))
+
+
+def test_backward_can_run_twice():
+    hidden, head, targets = case()
+    total = chunked_log_probs(hidden, head, targets, chunk=4)[0].sum()
+    first = torch.autograd.grad(total, hidden, retain_graph=True)[0]
+    assert torch.allclose(first, torch.autograd.grad(total, hidden)[0])
+
+
+def test_a_frozen_head_and_frozen_states():
+    hidden, head, targets = case()
+    head.requires_grad_(False)
+    chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is None
+    head.requires_grad_(True)
+    chunked_log_probs(hidden.detach(), head, targets, chunk=4)[0].sum().backward()
+    assert head.weight.grad is not None
+
+
+def test_sixteen_bits_are_reduced_in_float32():
+    hidden, head, targets = case(dtype=torch.bfloat16)
+    log_probs, _ = chunked_log_probs(hidden, head, targets)
+    assert log_probs.dtype is torch.float32
+    expected = log_probs_from_logits(head(hidden), targets)
+    assert torch.allclose(log_probs, expected, atol=1e-6)
+    log_probs.sum().backward()
+    assert hidden.grad.dtype is torch.bfloat16
+
+
+def test_no_tokens():
+    hidden, head, targets = case()
+    log_probs, entropy = chunked_log_probs(hidden[:0], head, targets[:0])
+    assert log_probs.shape == entropy.shape == (0,)
+    assert log_probs.requires_grad
+
+
+def test_far_apart_logits_stay_finite():
+    head = nn.Linear(2, 3, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1e4, 0], [0, 1e4], [0, 0]]))
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    log_probs, entropy = chunked_log_probs(hidden, head, torch.tensor([0, 0]), with_entropy=True)
+    assert log_probs.tolist() == [0.0, -1e4]
+    assert entropy.tolist() == [0.0, 0.0]

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from rlhf_core.batch import Batch
+from rlhf_core.forward import model_outputs
+from rlhf_core.packed_attention import NAME, enable_packing, has_dropout, is_packing
+
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def causal(kind: str, **changes):
+    config = getattr(transformers, kind + "Config")(**{**COMMON, **changes})
+    torch.manual_seed(0)
+    return getattr(transformers, kind + "ForCausalLM")(config).double().eval()
+
+
+def scalar(**changes):
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**{**COMMON, **changes}, num_labels=1, pad_token_id=0)
+    return transformers.Qwen2ForSequenceClassification(config).double().eval()
+
+
+def make_batch(prompts=((3, 4), (3, 4), (3, 4), (1, 1)), seed=0) -> Batch:
+    """Rows 0 to 2 share a prompt of 7 tokens; the last one has its own of 4."""
+    random = torch.Generator().manual_seed(seed)
+    shared = torch.randint(1, 64, (7,), generator=random)
+    lengths = [12, 9, 8, 11]
+    ids = torch.randint(1, 64, (4, 12), generator=random)
+    ids[:3, :7] = shared
+    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
+    response = mask & (torch.arange(12) >= torch.tensor([7, 7, 7, 4])[:, None])
+    return Batch(token_ids=ids.masked_fill(~mask, 0), attention_mask=mask, response_mask=response)
+
+
+def outputs_and_gradients(model, batch, fields):
+    outputs = model_outputs(model, batch, fields)
+    total = torch.zeros((), dtype=torch.float64)
+    for index, name in enumerate(fields):
+        value = getattr(outputs, name)
+        total = total + (value * torch.linspace(0.5, 1.5, value.numel()).view_as(value)).sum() * (index + 1)
+    model.zero_grad()
+    total.backward()
+    return outputs, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_packed_equals_padded(model, fields):
+    packed = copy.deepcopy(model)
+    assert enable_packing(packed)
+    batch = make_batch()
+    expected, expected_gradients = outputs_and_gradients(model, batch, fields)
+    found, found_gradients = outputs_and_gradients(packed, batch, fields)
+    for name in fields:
+        assert torch.allclose(getattr(found, name), getattr(expected, name), atol=1e-6), name
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        # Transformers' norms and rotary embeddings round to float32 even in float64 models.
+        assert (found_gradients[name] - gradient).abs().max() < 1e-6 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama", "Qwen3", "Mistral"])
+def test_log_probs_entropies_and_gradients_equal_the_padded_ones(kind):
+    changes = {"sliding_window": None} if kind == "Mistral" else {}
+    assert_packed_equals_padded(causal(kind, **changes), ("log_probs", "entropy"))
+
+
+def test_learned_positions():
+    config = transformers.GPT2Config(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.2,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    torch.manual_seed(0)
+    assert_packed_equals_padded(transformers.GPT2LMHeadModel(config).double().eval(), ("log_probs",))
+
+
+def test_values_and_scores_equal_the_padded_ones():
+    assert_packed_equals_padded(scalar(), ("values", "scores"))
+
+
+def test_under_gradient_checkpointing():
+    model = causal("Qwen2").train()
+    packed = copy.deepcopy(model)
+    packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert enable_packing(packed)
+    _, expected = outputs_and_gradients(model, make_batch(), ("log_probs",))
+    _, found = outputs_and_gradients(packed, make_batch(), ("log_probs",))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < 1e-6 * gradient.abs().max(), name
+
+
+def test_a_packed_model_still_runs_padded_batches_and_generates():
+    model = causal("Qwen2")
+    packed = copy.deepcopy(model)
+    assert enable_packing(packed)
+    batch = make_batch()
+    left = {"input_ids": batch.token_ids.flip(1), "attention_mask": batch.attention_mask.flip(1).long()}
+    assert torch.allclose(packed(**left).logits[:, -1], model(**left).logits[:, -1])
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(packed.generate(**left, **settings), model.generate(**left, **settings))
+
+
+def test_dropout_switches_sharing_off_in_training_only():
+    model = causal("Qwen2", attention_dropout=0.1)
+    assert not has_dropout(model.eval())
+    assert has_dropout(model.train())
+    assert not has_dropout(causal("Qwen2").train())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Qwen2", {"attn_implementation": "eager"}),
+        ("Mistral", {"sliding_window": 4}),
+        ("Gemma2", {"head_dim": 8}),
+    ],
+)
+def test_models_that_cannot_be_packed_run_padded(kind, changes):
+    model = causal(kind, **changes)
+    before = model.config._attn_implementation
+    assert not enable_packing(model)
+    assert not is_packing(model)
+    assert model.config._attn_implementation == before != NAME
+    batch = make_batch()
+    logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, batch.token_ids[:, 1:, None]).squeeze(-1)
+    found = model_outputs(model, batch, ("log_probs",)).log_probs[:, 1:]
+    assert torch.allclose(found, expected * batch.response_mask[:, 1:], atol=1e-8)
+
+
+def test_a_model_whose_trial_fails_is_left_as_it_was(monkeypatch):
+    import rlhf_core.packed_attention as module
+
+    model = causal("Qwen2")
+    monkeypatch.setattr(module, "_trial", lambda model: False)
+    assert not enable_packing(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_enabling_twice_is_harmless_and_the_saved_config_does_not_mention_it(tmp_path):
+    model = causal("Qwen2")
+    assert enable_packing(model)
+    assert enable_packing(model)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["Cohere", "Granite", "Gemma2"])
+def test_what_models_do_to_their_logits_is_part_of_the_log_probs(kind):
+    changes = {"Cohere": {"logit_scale": 0.3}, "Granite": {"logits_scaling": 3.0}, "Gemma2": {"head_dim": 8}}[kind]
+    if kind == "Gemma2":
+        changes["final_logit_softcapping"] = 2.0
+    model = causal(kind, **changes)
+    batch = make_batch()
+    logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, batch.token_ids[:, 1:, None]).squeeze(-1)
+    found = model_outputs(model, batch, ("log_probs",)).log_probs[:, 1:]
+    assert torch.allclose(found, expected * batch.response_mask[:, 1:], atol=1e-8)
+
+
+def test_router_loss_of_a_mixture_of_experts():
+    model = causal("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None).float()
+    batch = make_batch()
+    expected = model(
+        input_ids=batch.token_ids, attention_mask=batch.attention_mask.long(), output_router_logits=True
+    ).aux_loss
+    found = model_outputs(model, batch, ("log_probs", "aux_loss")).aux_loss
+    assert torch.allclose(found.double(), expected.double(), atol=1e-6)
