@@ -23,6 +23,7 @@ from rlhf_core import (
     model_outputs,
     score_in_micro_batches,
 )
+from rlhf_core.packed_attention import enable_packing
 
 from rlhf_algos.config_files import from_mapping
 from rlhf_algos.torch_checkpoint import RandomState, load_state, load_weights, save_state, save_weights
@@ -55,6 +56,8 @@ class TorchEngine:
             torch.cuda.set_device(self.device)
         self.ranks = join_ranks(self.device)
         self.model: Any = load_model(config, options).to(self.device)
+        self.packing = options.packing and enable_packing(self.model)
+        """Whether sequences run unpadded, with shared prompts computed once; False where the model cannot."""
         self._lora = options.lora is not None and config.optimizer is not None
         self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None
         self._random = RandomState(config.seed + rank_of(self.ranks), self.device)

@@ -1,0 +1,223 @@
+"""Rows of a dataset with their places, so that an error can name the file and the row."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """One dataset: where it is and what its columns are called."""
+
+    path: str
+    """A .jsonl, .json, .parquet or .csv file, a directory of these or of `save_to_disk`, or a hub name."""
+    split: str = "train"
+    """Split of a hub dataset or of a saved DatasetDict; plain files have one split only."""
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our column name -> the dataset's, for instance {prompt: question}."""
+    weight: float = 1.0
+    """Relative probability of drawing from this dataset where several are mixed."""
+    limit: int | None = None
+    """Read at most this many rows."""
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0:
+            raise ConfigError(f"data: weight of {self.path!r} must be positive, got {self.weight}")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"data: limit of {self.path!r} must be at least 1, got {self.limit}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row and where it was found."""
+
+    source: str
+    """File or dataset."""
+    number: int
+    """Counted from 1: the line in a JSONL file, else the row."""
+    values: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        """For messages: `pairs.jsonl row 7`."""
+        return f"{self.source} row {self.number}"
+
+    def __getitem__(self, column: str) -> Any:
+        return self.values[column]
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.values
+
+
+def read_rows(
+    source: DataSource | str,
+    *,
+    required: Sequence[str] = (),
+    check: Callable[[Row], str | None] | None = None,
+) -> list[Row]:
+    """All rows of a dataset, its columns renamed to ours.
+
+    Args:
+        source: the dataset; a plain string is a path or hub name with default settings.
+        required: columns (our names) that every row must have.
+        check: says what is wrong with a row, or None.
+
+    Raises:
+        DataError: a missing file, unreadable row, missing column or empty dataset, with file and row.
+    """
+    source = DataSource(path=source) if isinstance(source, str) else source
+    rows = list(islice(_renamed(source), source.limit))
+    if not rows:
+        raise DataError(f"{source.path} holds no rows; give a dataset with at least one")
+    for row in rows:
+        for column in required:
+            if column not in row:
+                raise DataError(_missing(row, column, source))
+        if check is not None and (problem := check(row)):
+            raise DataError(f"{row.place}: {problem}")
+    return rows
+
+
+def _missing(row: Row, column: str, source: DataSource) -> str:
+    theirs = source.columns.get(column, column)
+    close = difflib.get_close_matches(theirs, row.values, n=1)
+    other = close[0] if close else next(iter(row.values), "its_name")
+    return (
+        f"{row.place} has no column {theirs!r}; found {', '.join(map(repr, row.values)) or 'none'}. "
+        f"If it has another name, write columns: {{{column}: {other}}}"
+    )
+
+
+def _renamed(source: DataSource) -> Iterator[Row]:
+    back = {theirs: ours for ours, theirs in source.columns.items()}
+    for file, number, values in _raw_rows(source):
+        yield Row(source=file, number=number, values={back.get(name, name): v for name, v in values.items()})
+
+
+_RawRow = tuple[str, int, Mapping[str, Any]]
+
+
+def _raw_rows(source: DataSource) -> Iterator[_RawRow]:
+    path = Path(source.path)
+    if path.is_file():
+        yield from _file_rows(path)
+    elif path.is_dir() and any((path / n).exists() for n in ("dataset_info.json", "dataset_dict.json")):
+        yield from _saved_rows(path, source.split)
+    elif path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _READERS)
+        if not files:
+            raise DataError(f"directory {source.path!r} holds no {', '.join(sorted(_READERS))} file")
+        for file in files:
+            yield from _file_rows(file)
+    elif path.suffix in _READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source.path):
+        raise DataError(f"data file {source.path!r} does not exist; give a file, a directory or a hub name")
+    else:
+        yield from _hub_rows(source)
+
+
+def _file_rows(path: Path) -> Iterator[_RawRow]:
+    if path.suffix not in _READERS:
+        raise DataError(
+            f"{str(path)!r} is of an unknown kind; write one of {', '.join(sorted(_READERS))}, for instance JSONL"
+        )
+    try:
+        for number, values in _READERS[path.suffix](path):
+            if not isinstance(values, Mapping):
+                kind = type(values).__name__
+                raise DataError(f'{path} row {number} is a {kind}, not an object such as {{"prompt": "..."}}')
+            yield str(path), number, values
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path} row {number} is not valid JSON: {error.msg} at column {error.colno}; "
+                    f"found {line.strip()[:60]!r}"
+                ) from None
+
+
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path} line {error.lineno} is not valid JSON: {error.msg}; one object per line belongs into .jsonl"
+        ) from None
+    if not isinstance(data, list):
+        raise DataError(f"{path} holds a {type(data).__name__}; write a list of objects, or JSONL")
+    yield from enumerate(data, 1)
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+        yield from enumerate(rows, 1)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+    import csv
+
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from enumerate(csv.DictReader(file), 1)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".csv": _csv,
+}
+
+
+def _saved_rows(path: Path, split: str) -> Iterator[_RawRow]:
+    import datasets
+
+    loaded: Any = datasets.load_from_disk(str(path))
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"{str(path)!r} has no split {split!r}; it has {', '.join(loaded)}")
+        loaded = loaded[split]
+    yield from _numbered(f"{path}[{split}]", loaded)
+
+
+def _hub_rows(source: DataSource) -> Iterator[_RawRow]:
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_dataset(source.path, source.name, split=source.split)
+    except Exception as error:
+        raise DataError(
+            f"dataset {source.path!r} (split {source.split!r}) is no file here and cannot be had from the hub: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    yield from _numbered(f"{source.path}[{source.split}]", loaded)
+
+
+def _numbered(name: str, rows: Iterable[Any]) -> Iterator[_RawRow]:
+    for number, values in enumerate(rows, 1):
+        yield name, number, values

@@ -1,0 +1,218 @@
+"""Text and conversations as token ids with a mask of the tokens that count: TRL's conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_core import ConfigError, DataError
+
+Messages = list[dict[str, Any]]
+Text = str | Messages
+"""Plain text, or a conversation `[{role: user, content: ...}, ...]`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRow:
+    """One sequence. `response_mask` is True where a token counts for the loss."""
+
+    token_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first counted one."""
+        return self.response_mask.index(True) if True in self.response_mask else len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthLimit:
+    """What happens to sequences that are too long."""
+
+    max_length: int = 1024
+    """Tokens of a whole sequence."""
+    long_rows: Literal["truncate", "drop", "error"] = "truncate"
+    """A sequence whose prompt fits but whose end does not: cut the end, leave the example out, or stop."""
+    long_prompts: Literal["error", "drop", "keep_end"] = "error"
+    """A prompt that leaves no room for an answer: stop, leave the example out, or keep the sequence's end."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ConfigError(f"limit: max_length must be at least 2, got {self.max_length}")
+
+
+def is_conversation(value: object) -> bool:
+    """True for a list of messages with roles."""
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+
+
+def problem_of_text(value: object) -> str | None:
+    """What keeps a value from being text or a conversation; None if nothing does."""
+    if isinstance(value, str):
+        return None
+    if not isinstance(value, Sequence) or not value:
+        return f"found {type(value).__name__} {str(value)[:40]!r}, expected text or a list of messages"
+    for message in value:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            return f"message {str(message)[:60]!r} has no 'role' and 'content'"
+    return None
+
+
+class Encoder:
+    """A tokenizer with our conventions for end of text, prompts and chat templates."""
+
+    def __init__(self, tokenizer: Any, *, prompt_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._template = prompt_template
+        if prompt_template is not None and "{}" not in prompt_template:
+            raise ConfigError(f"prompt_template {prompt_template!r} has no '{{}}' for the prompt to stand in")
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills the right side of a batch; masked everywhere."""
+        return next((t for t in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if t is not None), 0)
+
+    def prompt(self, prompt: Text) -> list[int]:
+        """Token ids up to where the answer starts."""
+        if isinstance(prompt, str):
+            return self._text(self._fill(prompt))
+        return self._chat(prompt, add_generation_prompt=True)
+
+    def answers(self, prompt: Text, answers: Sequence[Text], place: str) -> list[TokenRow]:
+        """`prompt` followed by each of `answers`; the answer's tokens count.
+
+        Each whole text is tokenised at once. The answers start where the tokens of any of them leave those of
+        the prompt alone, so all rows share the same prompt tokens. Plain text is closed by the end-of-text token.
+
+        Raises:
+            DataError: prompt and answers are not both text or both conversations, or an answer is empty.
+        """
+        kinds = {isinstance(text, str) for text in (prompt, *answers)}
+        if len(kinds) > 1:
+            raise DataError(f"{place}: prompt and answers must both be text or both be lists of messages")
+        alone = self.prompt(prompt)
+        whole = [self._whole(prompt, answer) for answer in answers]
+        start = min(_common_prefix(alone, tokens) for tokens in whole)
+        if start == 0:
+            # Nothing is predicted for the first token of a sequence.
+            start = 1
+        for tokens in whole:
+            if len(tokens) <= start:
+                raise DataError(f"{place}: an answer is empty after tokenisation; give at least one token")
+        return [
+            TokenRow(
+                token_ids=tuple(tokens),
+                response_mask=tuple(position >= start for position in range(len(tokens))),
+            )
+            for tokens in whole
+        ]
+
+    def whole_text(self, text: str) -> TokenRow:
+        """Every token but the first counts; closed by the end-of-text token."""
+        tokens = self._text(self._closed(text))
+        return TokenRow(token_ids=tuple(tokens), response_mask=tuple(index > 0 for index in range(len(tokens))))
+
+    def conversation(self, messages: Messages, place: str) -> TokenRow:
+        """A whole conversation in which the assistant's turns count.
+
+        Uses the template's generation marks if it has them, else the growth of the rendered conversation from
+        turn to turn.
+
+        Raises:
+            DataError: no assistant turn, or a template without marks that does not render turn after turn.
+        """
+        if "{% generation" in self._chat_template() or "{%- generation" in self._chat_template():
+            marked = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            tokens, mask = list(marked["input_ids"]), [bool(m) for m in marked["assistant_masks"]]
+        else:
+            tokens, mask = self._grown(messages, place)
+        if mask:
+            mask[0] = False
+        if not any(mask):
+            raise DataError(f"{place}: the conversation has no assistant turn to learn from")
+        return TokenRow(token_ids=tuple(tokens), response_mask=tuple(mask))
+
+    def _grown(self, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
+        tokens = self._chat(messages)
+        mask = [False] * len(tokens)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._chat(messages[:index], add_generation_prompt=True) if index else []
+            upto = self._chat(messages[: index + 1])
+            if tokens[: len(upto)] != upto or upto[: len(before)] != before:
+                raise DataError(
+                    f"{place}: the chat template changes earlier turns as the conversation grows, so the "
+                    "assistant's tokens cannot be told; put {% generation %} marks into the template"
+                )
+            mask[len(before) : len(upto)] = [True] * (len(upto) - len(before))
+        return tokens, mask
+
+    def _whole(self, prompt: Text, answer: Text) -> list[int]:
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return self._text(self._closed(self._fill(prompt) + answer))
+        return self._chat([*prompt, *answer])  # type: ignore[list-item]
+
+    def _fill(self, prompt: str) -> str:
+        return prompt if self._template is None else self._template.replace("{}", prompt)
+
+    def _closed(self, text: str) -> str:
+        end = self.tokenizer.eos_token or ""
+        return text if end and text.endswith(end) else text + end
+
+    def _text(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _chat_template(self) -> str:
+        template = self.tokenizer.chat_template
+        if not template:
+            raise ConfigError(
+                "the rows are conversations but the tokenizer has no chat template; give a chat model's tokenizer, "
+                "set chat_template to a Jinja file, or use rows of plain text"
+            )
+        return template if isinstance(template, str) else str(template)
+
+    def _chat(self, messages: Messages, **arguments: Any) -> list[int]:
+        self._chat_template()
+        return list(
+            self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **arguments)["input_ids"]
+        )
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def load_encoder(
+    model: str,
+    *,
+    chat_template: str | None = None,
+    prompt_template: str | None = None,
+    trust_remote_code: bool = False,
+) -> Encoder:
+    """The tokenizer of a model directory or hub name.
+
+    `chat_template` is the path of a Jinja file that replaces the tokenizer's own.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    from pathlib import Path
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer can be loaded from {model!r}: {error}") from error
+    if chat_template is not None:
+        if not Path(chat_template).is_file():
+            raise ConfigError(f"chat_template: file {chat_template!r} does not exist")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return Encoder(tokenizer, prompt_template=prompt_template)

@@ -1,0 +1,145 @@
+"""Encoded examples: the rows that stay together, and how a list of them becomes a Batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from rlhf_core import Batch, DataError, pad_rows
+from torch import Tensor
+
+from rlhf_algos.data import Row
+from rlhf_algos.encoding import Encoder, LengthLimit, TokenRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """One training example: a sequence, or a pair of them."""
+
+    name: str
+    """Where it came from, for reports."""
+    rows: tuple[TokenRow, ...]
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Column name -> one value per row."""
+    token_columns: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    """Column name -> one value per token of each row."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingReport:
+    """What became of the rows of a dataset."""
+
+    rows: int
+    """Rows read."""
+    examples: int
+    """Examples made and kept."""
+    truncated: int = 0
+    """Examples of which an end was cut off."""
+    dropped: int = 0
+    """Examples left out because they were too long."""
+
+    def __str__(self) -> str:
+        text = f"{self.rows} rows, {self.examples} examples"
+        text += f", {self.truncated} truncated" if self.truncated else ""
+        return text + (f", {self.dropped} dropped as too long" if self.dropped else "")
+
+
+Encode = Callable[[Row, Encoder], Iterable[Example]]
+
+
+def encode_rows(
+    rows: Sequence[Row], encode: Encode, encoder: Encoder, limit: LengthLimit
+) -> tuple[list[Example], EncodingReport]:
+    """Encode all rows and bring them under the length limit.
+
+    Raises:
+        DataError: a row that cannot be encoded, a sequence that is too long where the limit says "error", or
+            nothing left.
+    """
+    kept: list[Example] = []
+    truncated = dropped = 0
+    for row in rows:
+        for example in encode(row, encoder):
+            fitted = fit(example, limit)
+            if fitted is None:
+                dropped += 1
+                continue
+            truncated += fitted is not example
+            kept.append(fitted)
+    if not kept:
+        raise DataError(
+            f"all {len(rows)} rows of {rows[0].source} were dropped as longer than max_length "
+            f"{limit.max_length}; raise limit.max_length"
+        )
+    return kept, EncodingReport(rows=len(rows), examples=len(kept), truncated=truncated, dropped=dropped)
+
+
+def fit(example: Example, limit: LengthLimit) -> Example | None:
+    """The example within the limit, cut if need be; None if it is to be left out; itself if it fits.
+
+    Raises:
+        DataError: it is too long and the limit says "error".
+    """
+    longest = max(len(row.token_ids) for row in example.rows)
+    if longest <= limit.max_length:
+        return example
+    prompt = max(row.prompt_length for row in example.rows)
+    if prompt >= limit.max_length:
+        if limit.long_prompts == "error":
+            raise DataError(
+                f"{example.name}: the prompt has {prompt} tokens and leaves no room for an answer in max_length "
+                f"{limit.max_length}; raise limit.max_length, or write limit.long_prompts: drop (or keep_end)"
+            )
+        if limit.long_prompts == "drop":
+            return None
+        return _cut(example, slice(-limit.max_length, None))
+    if limit.long_rows == "error":
+        raise DataError(
+            f"{example.name}: {longest} tokens are more than max_length {limit.max_length}; raise "
+            "limit.max_length, or write limit.long_rows: truncate (or drop)"
+        )
+    return None if limit.long_rows == "drop" else _cut(example, slice(None, limit.max_length))
+
+
+def _cut(example: Example, part: slice) -> Example:
+    def cut(row: TokenRow) -> TokenRow:
+        mask = row.response_mask[part]
+        # The first token of a sequence is never predicted, so it cannot count.
+        return TokenRow(token_ids=row.token_ids[part], response_mask=(False, *mask[1:]))
+
+    return replace(
+        example,
+        rows=tuple(cut(row) for row in example.rows),
+        token_columns={
+            name: tuple(values[part] for values in rows) for name, rows in example.token_columns.items()
+        },
+    )
+
+
+def collate_examples(
+    examples: Sequence[Example], *, pad_token_id: int, columns: Mapping[str, Tensor] | None = None
+) -> Batch:
+    """Examples as one batch whose units are the examples; `columns` [rows] are added as they are."""
+    rows = [row for example in examples for row in example.rows]
+    made: dict[str, Tensor] = {}
+    for name in examples[0].columns:
+        made[name] = torch.tensor([value for e in examples for value in e.columns[name]], dtype=torch.float32)
+    for name in examples[0].token_columns:
+        made[name] = pad_rows(
+            [values for e in examples for values in e.token_columns[name]], value=0.0, dtype=torch.float32
+        )
+    per_example = len(examples[0].rows)
+    return Batch(
+        token_ids=pad_rows([row.token_ids for row in rows], value=pad_token_id, dtype=torch.long),
+        attention_mask=pad_rows([[True] * len(row.token_ids) for row in rows], value=False, dtype=torch.bool),
+        response_mask=pad_rows([row.response_mask for row in rows], value=False, dtype=torch.bool),
+        columns={**made, **(columns or {})},
+        rows_per_unit=per_example,
+        sample_ids=tuple(e.name for e in examples for _ in e.rows),
+    )

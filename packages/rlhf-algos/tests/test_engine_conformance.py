@@ -1,0 +1,17 @@
+import pytest
+from rlhf_algos.engine import TorchEngine
+from rlhf_core.testing.engine import TrainEngineConformance
+
+
+class TestTorchEngine(TrainEngineConformance):
+    @pytest.fixture(scope="class")
+    def engine_factory(self):
+        return TorchEngine
+
+
+class TestTorchEngineWithoutPacking(TrainEngineConformance):
+    options = {"packing": False}  # noqa: RUF012
+
+    @pytest.fixture(scope="class")
+    def engine_factory(self):
+        return TorchEngine
