@@ -1,0 +1,224 @@
+"""A user's Python function as a reward: checked before the run, kept off the event loop, held to a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core import PluginError, RewardError, Score, Trajectory, check_scores, load_object
+
+_HOW_TO = (
+    "write it as `def reward(completion: str, prompt: str, **columns) -> float` (one sample per call) or "
+    "`def reward(completions: list[str], prompts: list[str], **columns) -> list[float]` (a whole batch)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSignature:
+    """What a reward function takes, read from its parameters."""
+
+    batched: bool
+    """True if it gets lists for the whole batch, False if it is called once per sample."""
+    columns: frozenset[str]
+    """Columns it names, besides text and prompt."""
+    required: frozenset[str]
+    """Those without a default: the data must have them."""
+    any_columns: bool
+    """True if it takes `**columns`: it then gets every column there is."""
+
+
+class PythonReward:
+    """RewardFunction from a function, sync or async, or its `module:function` path.
+
+    The function takes either one sample (`completion`, `prompt`) or a batch (`completions`, `prompts`, the
+    convention of TRL), and by name any column of the data; batched functions get columns as lists. It may also
+    ask for `completion_ids`, the response's token ids. It returns a number per sample, or a dict whose `score` is
+    the number and whose other entries are logged under their names.
+
+    Raises:
+        PluginError: the path cannot be imported, or the signature is neither of the two.
+    """
+
+    def __init__(
+        self, function: str | Callable[..., Any], *, timeout_s: float = 60.0, name: str | None = None
+    ) -> None:
+        if isinstance(function, str):
+            name = name or function
+            function = load_object(function, what="reward function")
+        if not callable(function):
+            raise PluginError(f"reward function {name!r} is a {type(function).__name__}, not a function; {_HOW_TO}")
+        self.name: str = name or getattr(function, "__qualname__", type(function).__name__)
+        self.signature = read_signature(function, name=self.name)
+        self._function = function
+        self._timeout_s = timeout_s
+
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
+        """See RewardFunction.
+
+        Raises:
+            RewardError: the function raised, missed its deadline, or returned the wrong number or kind of
+                scores. The message names the function and the samples.
+        """
+        if not trajectories:
+            return []
+        self._check_columns(trajectories)
+        # Not the event loop's own pool: its threads are joined at exit, so one hanging reward would hang the run.
+        future: Future[list[Any]] = Future()
+        thread = threading.Thread(
+            target=self._run, args=(trajectories, texts, future), name=f"reward {self.name}", daemon=True
+        )
+        thread.start()
+        try:
+            values = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+        except TimeoutError:
+            raise RewardError(
+                f"reward {self.name} did not return within {self._timeout_s:g} s for {_names(trajectories)}; "
+                "make it faster, give it its own time limit, or raise timeout_s"
+            ) from None
+        if len(values) != len(trajectories):
+            raise RewardError(
+                f"reward {self.name} returned {len(values)} scores for {len(trajectories)} samples "
+                f"({_names(trajectories)}); return exactly one per sample, in order"
+            )
+        scores = [_score(value, self.name, t.sample_id) for value, t in zip(values, trajectories, strict=True)]
+        check_scores(scores, trajectories, source=self.name)
+        return scores
+
+    def _check_columns(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            if missing := self.signature.required - set(trajectory.metadata) - {"completion_ids"}:
+                raise RewardError(
+                    f"reward {self.name} needs the column {min(missing)!r}, which sample "
+                    f"{trajectory.sample_id!r} does not have (columns: {', '.join(sorted(trajectory.metadata))}); "
+                    "add it to the data or give the parameter a default"
+                )
+
+    def _run(self, trajectories: Sequence[Trajectory], texts: Sequence[str], future: Future[list[Any]]) -> None:
+        """The thread's work; an async function gets an event loop of its own."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self.signature.batched:
+                result = _finish(self._function(**self._batch_arguments(trajectories, texts)))
+                outcome = result.tolist() if hasattr(result, "tolist") else list(result)
+            else:
+                outcome = self._run_one_by_one(trajectories, texts)
+        except RewardError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(self._failure(error, _names(trajectories)))
+        else:
+            future.set_result(outcome)
+
+    def _run_one_by_one(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Any]:
+        """Sync functions one after another, async ones all at once."""
+        calls = []
+        for trajectory, text in zip(trajectories, texts, strict=True):
+            try:
+                calls.append(self._function(**self._sample_arguments(trajectory, text)))
+            except Exception as error:
+                raise self._failure(error, f"sample {trajectory.sample_id!r}") from error
+        if not any(map(inspect.isawaitable, calls)):
+            return calls
+
+        async def all_at_once() -> list[Any]:
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        outcomes = asyncio.run(all_at_once())
+        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise self._failure(outcome, f"sample {trajectory.sample_id!r}") from outcome
+        return outcomes
+
+    def _failure(self, error: BaseException, samples: str) -> RewardError:
+        failure = RewardError(f"reward {self.name} raised {type(error).__name__} for {samples}: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def _batch_arguments(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> dict[str, Any]:
+        rows = [_columns(trajectory) for trajectory in trajectories]
+        names = set().union(*rows) if self.signature.any_columns else self.signature.columns
+        columns = {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
+        columns.pop("prompts", None)
+        if self.signature.any_columns or "prompts" in self.signature.columns:
+            columns["prompts"] = [row.get("prompt") for row in rows]
+        return {**columns, "completions": list(texts)}
+
+    def _sample_arguments(self, trajectory: Trajectory, text: str) -> dict[str, Any]:
+        row = _columns(trajectory)
+        wanted = row if self.signature.any_columns else {n: row[n] for n in self.signature.columns if n in row}
+        return {**wanted, "completion": text}
+
+
+def read_signature(function: Callable[..., Any], *, name: str) -> RewardSignature:
+    """Tell how a reward function wants to be called.
+
+    >>> read_signature(lambda completions, answer: [], name="f").required
+    frozenset({'answer'})
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"the signature of reward function {name} cannot be read ({error}); {_HOW_TO}") from error
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise PluginError(
+            f"reward function {name} takes {positional[0]!r} by position only, but is called by keyword; {_HOW_TO}"
+        )
+    texts = by_name & {"completion", "completions"}
+    if len(texts) != 1:
+        raise PluginError(
+            f"reward function {name} must have exactly one of the parameters `completion` and `completions`, got "
+            f"({', '.join(str(p) for p in parameters)}); {_HOW_TO}"
+        )
+    batched = "completions" in texts
+    columns = by_name - texts
+    required = {p.name for p in parameters if p.name in columns and p.default is p.empty}
+    if not batched and "prompts" in required:
+        raise PluginError(
+            f"reward function {name} mixes `completion` (one sample) with `prompts` (a batch); {_HOW_TO}"
+        )
+    return RewardSignature(
+        batched=batched,
+        columns=frozenset(columns),
+        required=frozenset("prompt" if column == "prompts" else column for column in required),
+        any_columns=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def _columns(trajectory: Trajectory) -> dict[str, Any]:
+    return {**trajectory.metadata, "completion_ids": list(trajectory.response_token_ids)}
+
+
+def _finish(result: Any) -> Any:
+    """The value of a call, awaited if it is a coroutine."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
+
+
+def _score(value: Any, name: str, sample_id: str) -> Score:
+    """A returned number or dict as a Score."""
+    parts: Mapping[str, Any] = value if isinstance(value, Mapping) else {"score": value}
+    try:
+        numbers = {key: float(part) for key, part in parts.items()}
+        return Score(value=numbers.pop("score"), components=numbers)
+    except (TypeError, ValueError, KeyError):
+        raise RewardError(
+            f"reward {name} returned {value!r} for sample {sample_id!r}; return a number, or a dict of numbers with "
+            "the key 'score'"
+        ) from None
+
+
+def _names(trajectories: Sequence[Trajectory], *, most: int = 5) -> str:
+    names = ", ".join(repr(trajectory.sample_id) for trajectory in trajectories[:most])
+    return f"samples {names}" + (f" and {len(trajectories) - most} more" if len(trajectories) > most else "")

@@ -1,0 +1,76 @@
+"""Rewards from a model, and sums of rewards. `python_reward` has those from a function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rlhf_core import Batch, ConfigError, ModelOutputs, RewardFunction, Score, Trajectory, check_scores, collate
+
+
+class Scorer(Protocol):
+    """What ModelReward needs of a training engine in the reward role; a group of ranks has the same method."""
+
+    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """See TrainEngine."""
+        ...
+
+
+class ModelReward:
+    """RewardFunction from a reward model, which reads the very tokens that were sampled."""
+
+    def __init__(self, engine: Scorer, *, name: str = "reward model") -> None:
+        self._engine = engine
+        self._name = name
+
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
+        """See RewardFunction; `texts` are not used.
+
+        Raises:
+            RewardError: the model gave a score that is not finite.
+        """
+        if not trajectories:
+            return []
+        # The temperature has no say in a row's score, so samples of several temperatures may share a batch.
+        batch = collate(trajectories, temperature=1.0)
+        outputs = await asyncio.to_thread(self._engine.score, batch, ("scores",))
+        if outputs.scores is None:
+            raise TypeError(f"{type(self._engine).__name__} gave no `scores`; use an engine in the reward role")
+        scores = [Score(value=value) for value in outputs.scores.tolist()]
+        check_scores(scores, trajectories, source=self._name)
+        return scores
+
+
+class CombinedReward:
+    """Weighted sum of several rewards, run at once. Each part is logged under its name, unweighted.
+
+    >>> CombinedReward({"correct": correct, "format": tidy}, weights={"format": 0.2})      # doctest: +SKIP
+    """
+
+    def __init__(self, rewards: Mapping[str, RewardFunction], weights: Mapping[str, float] | None = None) -> None:
+        weights = weights or {}
+        if not rewards:
+            raise ConfigError("a combined reward needs at least one part, got none")
+        if unknown := sorted(set(weights) - set(rewards)):
+            raise ConfigError(
+                f"weight for {unknown[0]!r}, but the combined reward has the parts {', '.join(sorted(rewards))}"
+            )
+        self._rewards = dict(rewards)
+        self._weights = {name: float(weights.get(name, 1.0)) for name in rewards}
+
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
+        """See RewardFunction; the components of a part `a` appear as `a` and `a/<component>`."""
+        parts = await asyncio.gather(*(reward.score(trajectories, texts) for reward in self._rewards.values()))
+        for name, scores in zip(self._rewards, parts, strict=True):
+            check_scores(scores, trajectories, source=name)
+        return [self._sum(dict(zip(self._rewards, row, strict=True))) for row in zip(*parts, strict=True)]
+
+    def _sum(self, parts: Mapping[str, Score]) -> Score:
+        components: dict[str, float] = {}
+        for name, part in parts.items():
+            components[name] = part.value
+            components |= {f"{name}/{inner}": value for inner, value in part.components.items()}
+        return Score(
+            value=sum(self._weights[name] * part.value for name, part in parts.items()), components=components
+        )

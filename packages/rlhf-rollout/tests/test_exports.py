@@ -1,0 +1,30 @@
+"""What the package exports, and what importing it does not import."""
+
+import subprocess
+import sys
+
+import rlhf_rollout
+
+
+def test_all_is_sorted_and_pinned():
+    assert rlhf_rollout.__all__ == [
+        "CombinedReward",
+        "ModelReward",
+        "PythonReward",
+        "RewardSignature",
+        "Scorer",
+        "exact_match",
+        "math_answer",
+        "read_signature",
+    ]
+    assert all(hasattr(rlhf_rollout, name) for name in rlhf_rollout.__all__)
+
+
+def test_importing_it_imports_no_optional_dependency():
+    code = (
+        "import sys, rlhf_rollout; "
+        "print([m for m in ('transformers', 'vllm', 'math_verify', 'sympy', 'ray', 'pytest') if m in sys.modules])"
+    )
+    # sympy comes with torch on some versions only when compiling; it must not come from here.
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
