@@ -142,7 +142,7 @@ class EngineLoop:
                     self._deliver(engine.step())
             self._end("the vLLM engine was closed")
         except BaseException as error:
-            self._end(f"the vLLM engine died: {type(error).__name__}: {error}", error)
+            self._end(f"the vLLM engine died: {_lost_worker(engine)}{type(error).__name__}: {error}", error)
         finally:
             # What fails here has a first cause that was reported above, or is of no interest after a close.
             with contextlib.suppress(Exception):
@@ -227,6 +227,12 @@ class EngineLoop:
             error = EngineDiedError(reason)
             error.__cause__ = cause
             self._resolve(done, error=error)
+
+
+def _lost_worker(engine: LLMEngine) -> str:
+    """vLLM itself only says that a call was cancelled."""
+    failed = getattr(getattr(engine, "model_executor", None), "is_failed", False)
+    return "one of its worker processes ended unexpectedly; then: " if failed else ""
 
 
 class _Collector:

@@ -1,0 +1,47 @@
+"""What of the vLLM backend's configuration can be checked without vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rlhf_core import RolloutConfig
+from rlhf_core.testing.tiny import save_tiny_model
+from rlhf_rollout.vllm_options import _cpu_cache_bytes, _has_tokenizer, process_environment
+
+
+def test_a_cpu_process_computes_with_one_thread_unless_told_otherwise() -> None:
+    assert process_environment(RolloutConfig(model="m"))["OMP_NUM_THREADS"] == "1"
+    config = RolloutConfig(model="m", options={"cpu_threads": 8})
+    assert process_environment(config)["OMP_NUM_THREADS"] == "8"
+
+
+def test_a_gpu_process_keeps_its_compiler_and_threads() -> None:
+    variables = process_environment(RolloutConfig(model="m", device="cuda"))
+    assert variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert not {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"} & set(variables)
+
+
+def test_a_directory_without_tokenizer_files_is_noticed(tmp_path: Path) -> None:
+    assert not _has_tokenizer(save_tiny_model(tmp_path / "without", tokenizer=False))
+    assert _has_tokenizer(save_tiny_model(tmp_path / "with"))
+    assert _has_tokenizer("organisation/name-on-the-hub")
+
+
+def test_cache_holds_all_sequences_of_a_small_model(tmp_path: Path) -> None:
+    """Keys and values, 2 layers, 2 heads of 16 floats: 512 bytes a token; 300 tokens are 3 blocks, and one is
+    vLLM's own."""
+    path = save_tiny_model(tmp_path, tokenizer=False)
+    config = RolloutConfig(model=path, max_model_len=300, max_num_seqs=5)
+    assert _cpu_cache_bytes(config) == 5 * 4 * 128 * 512
+
+
+def test_cache_of_an_unknown_architecture_is_left_to_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    assert _cpu_cache_bytes(RolloutConfig(model=str(tmp_path))) is None
+
+
+def test_importing_the_backend_imports_no_vllm() -> None:
+    code = "import sys, rlhf_rollout.vllm_backend; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
