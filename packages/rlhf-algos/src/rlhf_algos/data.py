@@ -200,7 +200,7 @@ def _saved_rows(path: Path, split: str) -> Iterator[_RawRow]:
     loaded: Any = datasets.load_from_disk(str(path))
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
-            raise DataError(f"{str(path)!r} has no split {split!r}; it has {', '.join(loaded)}")
+            raise DataError(f"{str(path)!r} has no split {split!r}; it has {', '.join(map(str, loaded))}")
         loaded = loaded[split]
     yield from _numbered(f"{path}[{split}]", loaded)
 

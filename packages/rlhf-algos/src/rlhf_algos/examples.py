@@ -24,6 +24,8 @@ class Example:
     """Column name -> one value per row."""
     token_columns: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     """Column name -> one value per token of each row."""
+    partner: TokenRow | None = None
+    """Another example's response to this one's prompt, for estimates of the KL divergence."""
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,135 @@
+"""The `rlhf-algos` command: one subcommand per offline method."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rlhf_core import RLHFError
+
+app = typer.Typer(
+    name="rlhf-algos",
+    help="Offline training of language models: from a YAML file and key=value overrides.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_SUMMARIES = {
+    "dpo": "Direct preference optimisation and its relatives, from pairs (prompt, chosen, rejected).",
+    "kto": "KTO, from single answers marked good or bad (prompt, completion, label), or from pairs.",
+    "sft": "Supervised fine-tuning on conversations, prompt and completion, or text.",
+    "rm": "A reward model from preference pairs.",
+    "prm": "A process reward model from answers with labelled steps.",
+    "distill": "Distillation from a teacher model.",
+}
+
+
+def _command(method: str) -> Callable[..., None]:
+    def run(
+        config: Annotated[Path | None, typer.Argument(help="YAML file; leave out to use overrides alone.")] = None,
+        overrides: Annotated[
+            list[str] | None, typer.Argument(help="key=value, for instance learning.learning_rate=1e-6")
+        ] = None,
+        print_config: Annotated[
+            bool, typer.Option("--print-config", help="Print the full configuration and stop.")
+        ] = False,
+    ) -> None:
+        from rlhf_algos.config_files import dump_config, load_config
+        from rlhf_algos.offline_config import OfflineConfig
+
+        extra = list(overrides or ())
+        if config is not None and "=" in str(config) and not config.exists():
+            extra.insert(0, str(config))
+            config = None
+        settings = load_config(OfflineConfig, config, [*extra, f"method={method}"])
+        if print_config:
+            sys.stdout.write(dump_config(settings))
+            return
+        import transformers
+
+        from rlhf_algos.offline import train
+
+        transformers.utils.logging.disable_progress_bar()
+        with _Bar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:
+            result = train(settings, on_event=bar.on_event)
+        if not bar.quiet:
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+            typer.echo(f"{result.steps} steps; {numbers}")
+            typer.echo(f"model: {result.model}" + (f"; best: {result.best}" if result.best else ""))
+
+    run.__doc__ = _SUMMARIES.get(method, f"Train with the method {method}.")
+    return run
+
+
+class _Bar:
+    """A progress bar on standard error."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.quiet = quiet
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            disable=quiet,
+        )
+        self._task = self._progress.add_task("reading and scoring", total=None, note="")
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def on_event(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """See `offline.Event`."""
+        if kind == "plan":
+            self._progress.console.print(
+                f"{values['examples']} examples, {values['truncated']} truncated, {values['dropped']} dropped as too long"
+            )
+            self._progress.update(self._task, description="training", total=int(values["total"]), completed=step)
+            return
+        shown = [name for name in ("loss", "accuracy", "margin") if math.isfinite(values.get(name, math.nan))]
+        note = " ".join(f"{name} {values[name]:.4f}" for name in shown)
+        if kind == "eval":
+            self._progress.console.print(f"step {step}: eval {note}")
+        else:
+            self._progress.update(self._task, completed=step, note=note)
+
+
+def _register() -> None:
+    for method in _SUMMARIES:
+        app.command(method)(_command(method))
+
+
+_register()
+
+
+def main() -> None:
+    """Entry point. A mistake of the user's is one message and exit code 2; a failed run is exit code 1."""
+    from rlhf_core import UserError
+
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
+    except RLHFError as error:
+        typer.echo(f"failed: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Offline training: one loop for all methods.
+
+data -> (reference log-probs, once) -> batch -> engine.step(batch, loss) -> evaluation, checkpoint, export
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, merge_metrics
+
+from rlhf_algos.engine import TorchEngine
+from rlhf_algos.metrics import MetricsWriter
+from rlhf_algos.offline_checkpoints import (
+    RunState,
+    checkpoint_steps,
+    load_checkpoint,
+    replace_directory,
+    save_checkpoint,
+)
+from rlhf_algos.offline_config import OfflineConfig
+from rlhf_algos.offline_data import OfflineData, add_reference, global_batch, load_data, own_units
+from rlhf_algos.sampling_order import batch_indices, steps_per_epoch
+from rlhf_algos.torch_ranks import join_ranks, rank_of
+
+Event = Callable[[str, int, Mapping[str, float]], None]
+"""Told of progress as (`plan`, `train` or `eval`; step; numbers). `plan` comes first, with the total of steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a run left behind."""
+
+    model: Path
+    """Transformers directory of the final model, tokenizer included."""
+    steps: int
+    """Optimizer steps taken, those before a resume included."""
+    metrics: Mapping[str, float]
+    """Last evaluation, or last step if there was no eval set."""
+    best: Path | None = None
+    """Transformers directory of the best model by the chosen eval metric."""
+    stopped_early: bool = False
+
+
+def train(config: OfflineConfig, *, on_event: Event | None = None) -> TrainResult:
+    """Run the whole training that `config` describes.
+
+    Raises:
+        UserError: something in the configuration or the data; before any model is loaded.
+        TrainingDivergedError: too many steps in a row were not finite.
+    """
+    checkpoints = config.output / "checkpoints"
+    if not config.resume and checkpoint_steps(checkpoints):
+        raise ConfigError(
+            f"{str(config.output)!r} holds checkpoints of an earlier run; write resume: true to continue it, or "
+            "another output"
+        )
+    data = load_data(config)
+    ranks = join_ranks(torch.device(config.run.device))
+    if config.batch_size < ranks.size:
+        raise ConfigError(f"batch_size {config.batch_size} is less than the {ranks.size} processes; raise it")
+    total = _total_steps(config, len(data.train))
+    if config.offline_method.needs_reference(config.loss):
+        data = add_reference(data, config, ranks)
+    engine = TorchEngine(config.engine(total))
+    state = (load_checkpoint(checkpoints, engine) if config.resume else None) or RunState()
+    run = _Run(config=config, data=data, engine=engine, ranks=ranks, state=state, on_event=on_event)
+    try:
+        with MetricsWriter(
+            config.output if rank_of(ranks) == 0 else config.output / f"rank-{rank_of(ranks)}",
+            resume_step=state.step if state.step else None,
+            tensorboard=config.tensorboard and rank_of(ranks) == 0,
+        ) as metrics:
+            return _loop(run, metrics, total)
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    config: OfflineConfig
+    data: OfflineData
+    engine: TrainEngine
+    ranks: Ranks
+    state: RunState
+    on_event: Event | None
+
+    def tell(self, kind: str, values: Mapping[str, float]) -> None:
+        if self.on_event is not None and rank_of(self.ranks) == 0:
+            self.on_event(kind, self.state.step, values)
+
+
+def _total_steps(config: OfflineConfig, examples: int) -> int:
+    total = steps_per_epoch(examples, config.batch_size) * config.epochs
+    return total if config.max_steps is None else min(total, config.max_steps)
+
+
+def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
+    config, state = run.config, run.state
+    reports = run.data.reports.values()
+    counts = {name: sum(getattr(r, name) for r in reports) for name in ("examples", "truncated", "dropped")}
+    run.tell("plan", {"total": total, **counts})
+    values: Mapping[str, float] = {}
+    while state.step < total and not state.stopped_early:
+        values = _train_step(run)
+        run.tell("train", values)
+        due = bool(run.data.eval) and (state.step % config.evaluation.every == 0 or state.step == total)
+        if due:
+            evaluated = evaluate(run.engine, run.data, config, run.ranks)
+            _judge(run, evaluated)
+            values = {**values, **{f"eval/{name}": value for name, value in evaluated.items()}}
+            run.tell("eval", evaluated)
+        metrics.write(state.step, values)
+        if config.checkpoint.every and state.step % config.checkpoint.every == 0:
+            directory = config.output / "checkpoints"
+            save_checkpoint(directory, run.engine, state, keep=config.checkpoint.keep, ranks=run.ranks)
+    model = config.output / "model"
+    _export(run, model)
+    best = config.output / "best"
+    return TrainResult(
+        model=model,
+        steps=state.step,
+        metrics=values,
+        best=best if state.best is not None else None,
+        stopped_early=state.stopped_early,
+    )
+
+
+def _train_step(run: _Run) -> dict[str, float]:
+    config, state = run.config, run.state
+    per_epoch = steps_per_epoch(len(run.data.train), config.batch_size)
+    epoch, step = divmod(state.step, per_epoch)
+    indices = batch_indices(run.data.order(config, epoch), step=step, batch_size=config.batch_size)
+    # A last batch smaller than the number of ranks takes examples of the epoch's start, so that all have one.
+    while len(indices) < run.ranks.size:
+        indices.append(run.data.order(config, epoch)[len(indices)])
+    batch = global_batch([run.data.train[i] for i in indices], run.data, config, run.engine, run.ranks)
+    own = batch.select_units(own_units(batch, run.ranks))
+    report = run.engine.step(own, config.offline_method.loss(config.loss))
+    state.step += 1
+    return _values(report) | {"epoch": state.step / per_epoch}
+
+
+def _values(report: StepReport) -> dict[str, float]:
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "tokens": float(report.tokens),
+        "skipped": float(report.skipped),
+        **report.metrics,
+    }
+
+
+def evaluate(engine: TrainEngine, data: OfflineData, config: OfflineConfig, ranks: Ranks) -> dict[str, float]:
+    """Loss and metrics over the whole eval set, dropout off; the same on all ranks."""
+    loss = config.offline_method.loss(config.loss)
+    parts: list[Mapping[str, Mean]] = []
+    size = config.evaluation.batch_size
+    for start in range(0, len(data.eval), size):
+        batch = global_batch(data.eval[start : start + size], data, config, engine, ranks)
+        mine = own_units(batch, ranks)
+        own = batch.select_units(mine or [0])
+        terms = loss(engine.score(own, loss.outputs), own)
+        if mine:
+            mean = Mean(total=float(terms.total), weight=float(terms.weight))
+            parts.append({**terms.metrics, "loss": mean})
+    merged = merge_metrics(ranks.gather(merge_metrics(parts)))  # type: ignore[arg-type]
+    return {name: mean.value for name, mean in merged.items()}
+
+
+def _judge(run: _Run, evaluated: Mapping[str, float]) -> None:
+    """Keep the best model so far, and count evaluations without improvement."""
+    settings, state = run.config.evaluation, run.state
+    name = settings.best_metric or run.config.offline_method.best_metric
+    if name not in evaluated:
+        raise ConfigError(
+            f"evaluation.best_metric {name!r} is not among the eval metrics: {', '.join(sorted(evaluated))}"
+        )
+    greater = settings.greater_is_better
+    sign = 1.0 if (not name.endswith("loss") if greater is None else greater) else -1.0
+    value = evaluated[name]
+    if math.isfinite(value) and (state.best is None or sign * value > sign * state.best):
+        state.best, state.best_step, state.evaluations_without_gain = value, state.step, 0
+        _export(run, run.config.output / "best")
+        return
+    state.evaluations_without_gain += 1
+    if settings.patience and state.evaluations_without_gain >= settings.patience:
+        state.stopped_early = True
+
+
+def _export(run: _Run, path: Path) -> None:
+    def write(beside: Path) -> None:
+        run.engine.export(beside)
+        if rank_of(run.ranks) == 0:
+            run.data.encoder.tokenizer.save_pretrained(beside)
+
+    replace_directory(path, write, ranks=run.ranks)

@@ -1,0 +1,122 @@
+"""The data of an offline run, read and encoded before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rlhf_core import Batch, ConfigError, Ranks, TrainEngine
+
+from rlhf_algos.data import DataSource, read_rows
+from rlhf_algos.encoding import Encoder, TokenRow, load_encoder
+from rlhf_algos.examples import EncodingReport, Example, collate_examples, encode_rows
+from rlhf_algos.offline_config import OfflineConfig
+from rlhf_algos.offline_methods import with_partners
+from rlhf_algos.reference_cache import cache_key, default_cache, score_rows, with_reference
+from rlhf_algos.sampling_order import epoch_order, split_by_length
+from rlhf_algos.torch_models import check_model_path
+from rlhf_algos.torch_ranks import rank_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineData:
+    """Encoded examples."""
+
+    encoder: Encoder
+    train: list[Example]
+    sizes: tuple[int, ...]
+    """Examples of each training dataset, in the order in which `train` holds them."""
+    weights: tuple[float, ...]
+    """Mixing weight of each; those of one dataset, or all left at 1, mean every example once per epoch."""
+    eval: list[Example]
+    reports: dict[str, EncodingReport]
+    """What became of each dataset's rows, by path."""
+
+    def order(self, config: OfflineConfig, epoch: int) -> list[int]:
+        """Indices into `train` in the order of that epoch."""
+        if not config.shuffle:
+            return list(range(len(self.train)))
+        return epoch_order(self.sizes, self.weights, seed=config.seed, epoch=epoch)
+
+
+def load_data(config: OfflineConfig) -> OfflineData:
+    """Check the model paths, then read and encode all rows.
+
+    Raises:
+        UserError: anything wrong with paths, tokenizer or rows.
+    """
+    check_model_path(config.model)
+    if config.reference is not None:
+        check_model_path(config.reference, what="reference")
+    encoder = load_encoder(
+        config.tokenizer or config.model,
+        chat_template=config.chat_template,
+        prompt_template=config.prompt_template,
+        trust_remote_code=config.run.trust_remote_code,
+    )
+    reports: dict[str, EncodingReport] = {}
+    trained = [_encode(source, config, encoder, reports) for source in config.train]
+    evaluated = [example for source in config.eval for example in _encode(source, config, encoder, reports)]
+    train = [example for part in trained for example in part]
+    sizes = tuple(len(part) for part in trained)
+    mixed = len({source.weight for source in config.train}) > 1
+    weights = tuple(s.weight for s in config.train) if mixed else tuple(float(size) for size in sizes)
+    if config.offline_method.needs_partners(config.loss):
+        if config.batch_size < 2:
+            raise ConfigError("kto compares examples of a batch; write batch_size: 2 or more")
+        train, evaluated = _partnered(train, config), _partnered(evaluated, config)
+    return OfflineData(encoder=encoder, train=train, sizes=sizes, weights=weights, eval=evaluated, reports=reports)
+
+
+def _encode(
+    source: DataSource, config: OfflineConfig, encoder: Encoder, reports: dict[str, EncodingReport]
+) -> list[Example]:
+    rows = read_rows(source)
+    examples, report = encode_rows(rows, config.offline_method.encode, encoder, config.limit)
+    name = source.path if source.path not in reports else f"{source.path} ({len(reports) + 1})"
+    reports[name] = report
+    return examples
+
+
+def _partnered(examples: list[Example], config: OfflineConfig) -> list[Example]:
+    order = list(range(len(examples)))
+    if config.shuffle:
+        order = epoch_order([len(order)], [1.0], seed=config.seed, epoch=-1) if order else []
+    return with_partners(examples, order, group=config.batch_size, max_length=config.limit.max_length)
+
+
+def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> OfflineData:
+    """Give all examples the reference's log-probs, from the cache or from the reference model."""
+    from rlhf_algos.engine import TorchEngine
+
+    model = config.reference or config.model
+    everything = data.train + data.eval
+    scored = with_reference(
+        everything,
+        directory=config.reference_cache or default_cache(),
+        key=cache_key(model, config.run.dtype, everything),
+        open_engine=lambda: TorchEngine(config.engine(None)),
+        ranks=ranks,
+    )
+    return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])
+
+
+def global_batch(
+    examples: Sequence[Example], data: OfflineData, config: OfflineConfig, engine: TrainEngine, ranks: Ranks
+) -> Batch:
+    """The whole batch of a step with all its columns; the same on all ranks."""
+
+    def scorer(rows: Sequence[TokenRow]) -> torch.Tensor:
+        return score_rows(engine, rows, ranks)
+
+    batch = collate_examples(examples, pad_token_id=data.encoder.pad_token_id)
+    return config.offline_method.prepare(batch, examples, scorer, config.loss)
+
+
+def own_units(batch: Batch, ranks: Ranks) -> list[int]:
+    """This rank's units of a global batch, dealt out by length; may be empty."""
+    size = batch.rows_per_unit
+    lengths: list[Any] = batch.lengths.view(-1, size).sum(dim=1).tolist()
+    return split_by_length(lengths, ranks.size)[rank_of(ranks)]

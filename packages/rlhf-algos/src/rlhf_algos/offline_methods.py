@@ -1,0 +1,130 @@
+"""The offline methods: how rows become examples, which loss on which model, and what a batch still needs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rlhf_core import Batch, ConfigError, Loss, Role
+from rlhf_core.loss import LossFunction
+from torch import Tensor
+
+from rlhf_algos.encoding import TokenRow
+from rlhf_algos.examples import Encode, Example
+from rlhf_algos.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
+from rlhf_algos.method_rows import preference_examples, unpaired_examples
+from rlhf_algos.pair_losses import aot_partners
+from rlhf_algos.preference_losses import DPOConfig, dpo, with_sft_divisor
+
+PARTNER = "partner_"
+"""Prefix of the columns that belong to an example's partner."""
+
+RowScorer = Callable[[Sequence[TokenRow]], Tensor]
+"""Log-probs of responses, summed over their tokens, under the current policy: [rows] float32."""
+
+Prepare = Callable[[Batch, Sequence[Example], RowScorer, Any], Batch]
+"""Adds the columns that are statistics of the whole global batch, before it is cut into ranks and micro-batches."""
+
+
+def _nothing(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: Any) -> Batch:
+    return batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """One offline method; the training loop is the same for all."""
+
+    encode: Encode
+    """Rows to examples."""
+    function: LossFunction
+    """The loss."""
+    config: type
+    """The class of the loss's config."""
+    role: Role = "policy"
+    """Which kind of model is trained."""
+    needs_reference: Callable[[Any], bool] = lambda config: False
+    """Whether, under this config, examples need the reference's log-probs (column `ref_log_probs_sum`)."""
+    needs_partners: Callable[[Any], bool] = lambda config: False
+    """Whether examples need another example's response to their own prompt."""
+    prepare: Prepare = _nothing
+    """See `Prepare`."""
+    best_metric: str = "loss"
+    """Metric by which the best model is chosen unless another one is asked for."""
+
+    def loss(self, config: Any) -> Loss:
+        """The loss as the engine takes it."""
+        return Loss(function=self.function, config=config, outputs=tuple(config.outputs))
+
+
+def _prepare_dpo(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: DPOConfig) -> Batch:
+    if config.sft_coef and config.sft_mean == "token":
+        batch = with_sft_divisor(batch)
+    if config.loss in ("aot", "aot_unpaired"):
+        policy = scorer([row for example in examples for row in example.rows])
+        reference = batch["ref_log_probs_sum"] if config.needs_reference else torch.zeros_like(policy)
+        batch = batch.with_columns(aot_partner=aot_partners(policy, reference, paired=config.loss == "aot"))
+    return batch
+
+
+def _prepare_kto(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: KTOConfig) -> Batch:
+    if not config.needs_kl_baseline:
+        return batch
+    policy = scorer([example.partner for example in examples if example.partner is not None])
+    return with_kl_baseline(batch, kl_baseline(policy, batch[PARTNER + "ref_log_probs_sum"]))
+
+
+METHODS: Mapping[str, Method] = {
+    "dpo": Method(
+        encode=preference_examples,
+        function=dpo,
+        config=DPOConfig,
+        needs_reference=lambda config: config.needs_reference,
+        prepare=_prepare_dpo,
+    ),
+    "kto": Method(
+        encode=unpaired_examples,
+        function=kto,
+        config=KTOConfig,
+        needs_reference=lambda config: True,
+        needs_partners=lambda config: config.needs_kl_baseline,
+        prepare=_prepare_kto,
+    ),
+}
+"""Name to method."""
+
+
+def find_method(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"method {name!r} is unknown; {hint}write one of {', '.join(sorted(METHODS))}")
+    return METHODS[name]
+
+
+def with_partners(
+    examples: Sequence[Example], order: Sequence[int], *, group: int, max_length: int
+) -> list[Example]:
+    """Give each example the response of the one before it in `order`, within groups of `group`.
+
+    With the groups being the batches this is TRL's mismatching; a partner is fixed for the whole run, so its
+    reference log-probs are computed only once. Examples of a last group of one get their own response, whose KL
+    estimate is then the example's own.
+    """
+    result = list(examples)
+    for start in range(0, len(order), group):
+        members = order[start : start + group]
+        for place, member in enumerate(members):
+            own, other = examples[member].rows[0], examples[members[place - 1]].rows[0]
+            tokens = (own.token_ids[: own.prompt_length] + other.token_ids[other.prompt_length :])[:max_length]
+            mask = (False,) * own.prompt_length + other.response_mask[other.prompt_length :]
+            partner = TokenRow(token_ids=tokens, response_mask=mask[:max_length])
+            result[member] = replace(examples[member], partner=partner)
+    return result
