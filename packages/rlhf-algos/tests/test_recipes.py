@@ -5,7 +5,8 @@ import torch
 from rlhf_algos.kl import AdaptiveKL, FixedKL
 from rlhf_algos.off_policy import OffPolicyCorrection
 from rlhf_algos.policy_losses import ppo_clip
-from rlhf_algos.recipes import GRPO, PPO, Recipe
+from rlhf_algos.policy_recipe import Recipe
+from rlhf_algos.recipes import GRPO, PPO
 from rlhf_algos.reward_shaping import RewardShaping
 from rlhf_core import Batch, ConfigError, PluginError
 

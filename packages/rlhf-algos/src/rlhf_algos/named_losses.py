@@ -9,13 +9,22 @@ from typing import Any
 from rlhf_core import ConfigError, Loss, load_object
 from rlhf_core.loss import LossFunction
 
+from rlhf_algos.covariance_losses import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
 from rlhf_algos.options import from_options
 from rlhf_algos.policy_losses import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.policy_terms import PolicyTermsConfig
+from rlhf_algos.sequence_losses import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.soft_clip_losses import CISPOConfig, SAPOConfig, cispo, sapo
 
 POLICY_LOSSES: Mapping[str, tuple[LossFunction, type[PolicyTermsConfig]]] = {
     "ppo_clip": (ppo_clip, PolicyLossConfig),
     "reinforce": (reinforce, ReinforceConfig),
+    "gspo": (gspo, GSPOConfig),
+    "gmpo": (gmpo, GMPOConfig),
+    "cispo": (cispo, CISPOConfig),
+    "sapo": (sapo, SAPOConfig),
+    "kl_cov": (kl_cov, KLCovConfig),
+    "clip_cov": (clip_cov, ClipCovConfig),
 }
 """Name to function and config."""
 
@@ -28,7 +37,8 @@ def make_policy_loss(name: str, options: Mapping[str, Any], *, report_entropy: b
         options: fields of its config. A user's function gets them as a dict, unchanged.
         report_entropy: ask the engine for the entropy even if the loss does not need it.
 
-    A user's function may have an attribute `outputs`, the fields of ModelOutputs it needs (default: log_probs).
+    A user's function may have an attribute `outputs`, the fields of ModelOutputs it needs (default: log_probs), and
+    an attribute `add_columns`, f(global batch, config) -> batch, called before the step.
 
     Raises:
         ConfigError: unknown name or option.

@@ -50,6 +50,10 @@ class PolicyTermsConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"policy loss: {name} must be positive, got {getattr(self, name)}")
 
+    def add_columns(self, batch: Batch) -> Batch:
+        """Add what the loss needs to know of the whole global batch; most losses need nothing."""
+        return batch
+
     @property
     def outputs(self) -> tuple[str, ...]:
         """The fields of ModelOutputs that the loss needs."""
@@ -106,7 +110,12 @@ def finish_policy_loss(
         "max_length": config.max_length,
         "count_empty_rows": config.count_empty_rows,
     }
-    total, weight = aggregate(per_token, mask, **reduce)
+    policy_rows = batch["ptx_coef"] == 0 if "ptx_coef" in batch else slice(None)
+
+    def summed(values: Tensor) -> tuple[Tensor, Tensor]:
+        return aggregate(values[policy_rows], mask[policy_rows], **reduce)
+
+    total, weight = summed(per_token)
     metrics = {
         "policy_loss": Mean(total=float(total.detach()), weight=float(weight)),
         "ratio": mean_of(log_ratio.exp(), mask),
@@ -115,12 +124,12 @@ def finish_policy_loss(
     }
     if config.kl_coef:
         kl = _kl_term(outputs, batch, config, log_ratio)
-        total = total + config.kl_coef * aggregate(kl, mask, **reduce)[0]
+        total = total + config.kl_coef * summed(kl)[0]
         metrics["kl"] = mean_of(kl, mask)
     if outputs.entropy is not None:
         metrics["entropy"] = mean_of(outputs.entropy, mask)
         if config.entropy_coef:
-            total = total - config.entropy_coef * aggregate(outputs.entropy, mask, **reduce)[0]
+            total = total - config.entropy_coef * summed(outputs.entropy)[0]
     elif config.entropy_coef:
         raise ConfigError("entropy_coef is set but the engine was not asked for 'entropy'; add it to Loss.outputs")
     if "ptx_coef" in batch:

@@ -1,12 +1,11 @@
-"""What the online loop asks of an algorithm: columns before the step, a loss for it. All settings, no state."""
+"""The online algorithms: GRPO with its relatives, which need no critic, and PPO, which has one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
 from torch import Tensor
@@ -14,111 +13,20 @@ from torch import Tensor
 from rlhf_algos.advantages import discounted_returns, gae, spread, whiten
 from rlhf_algos.estimators import estimator
 from rlhf_algos.group_advantages import group_statistics
-from rlhf_algos.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, kl_estimate
-from rlhf_algos.named_losses import make_policy_loss
-from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy
+from rlhf_algos.kl import KLEstimator
 from rlhf_algos.options import from_options
-from rlhf_algos.reward_shaping import RewardShaping, place_scores, shape_scores, token_rewards
+from rlhf_algos.policy_recipe import (
+    KLPlace,
+    Metrics,
+    PolicyRecipe,
+    Recipe,
+    reference_kl,
+    with_old_log_probs,
+)
+from rlhf_algos.reward_shaping import place_scores, shape_scores, token_rewards
 from rlhf_algos.value_losses import ValueLossConfig, value_clip
 
-Metrics = dict[str, Mean]
-
-KLPlace = Literal["loss", "score", "reward"]
-"""Where the KL penalty goes: into the `loss` (GRPO), summed over the response into its `score` before any baseline
-(TRL's RLOO, verl's `use_kl_in_reward`), or into the `reward` of each token after the baseline (PPO, OpenRLHF)."""
-
-
-@runtime_checkable
-class Recipe(Protocol):
-    """An online algorithm."""
-
-    @property
-    def needs_critic(self) -> bool:
-        """True if the batch must have the column `values` and the critic is trained with `value_loss`."""
-        ...
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the batch must have the column `ref_log_probs`."""
-        ...
-
-    def kl_controller(self) -> KLController:
-        """A new controller of the KL coefficient."""
-        ...
-
-    def prepare(
-        self,
-        batch: Batch,
-        scores: Float[Tensor, " rows"],
-        group_ids: Int[Tensor, " rows"],
-        kl_coef: float,
-    ) -> tuple[Batch, Metrics]:
-        """The batch with all columns that the losses read, and metrics. `batch` is the whole global batch."""
-        ...
-
-    def policy_loss(self, kl_coef: float | None = None) -> Loss:
-        """The policy's loss with the controller's coefficient; None means the configured one."""
-        ...
-
-    def value_loss(self) -> Loss | None:
-        """The critic's loss, if there is a critic."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyRecipe:
-    """Fields that `GRPO` and `PPO` share."""
-
-    loss: str = "ppo_clip"
-    """Name of a policy loss (see `rlhf_algos.named_losses`), or `module:function` of your own."""
-    loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of that loss's config: clip_range, aggregation, ... Your own function gets this mapping as config."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL penalty against the reference; 0 trains without a reference."""
-    kl_target: float | None = None
-    """KL in nats per token that an adaptive controller steers to; None keeps the coefficient fixed."""
-    kl_horizon: int = 10_000
-    """Samples over which the adaptive controller reacts."""
-    kl_in: KLPlace = "loss"
-    """See `KLPlace`."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the penalty; k3 is usual in the loss, k1 in score and reward."""
-    track_kl: bool = False
-    """Report the KL although kl_coef is 0; keeps a reference model."""
-    report_entropy: bool = True
-    """Report the policy's entropy even where the loss does not need it."""
-    shaping: RewardShaping = field(default_factory=RewardShaping)
-    """What happens to the scores first."""
-    off_policy: tuple[OffPolicyCorrection, ...] = ()
-    """Importance weights against the sampler's log-probs."""
-
-    def __post_init__(self) -> None:
-        if self.kl_in not in get_args(KLPlace):
-            raise ConfigError(
-                f"recipe: kl_in {self.kl_in!r} is unknown; write one of {', '.join(get_args(KLPlace))}"
-            )
-        if self.kl_coef < 0:
-            raise ConfigError(f"recipe: kl_coef must not be negative, got {self.kl_coef}")
-        for name in {"kl_coef", "kl_estimator"} & set(self.loss_options):
-            raise ConfigError(f"recipe: write {name} beside loss_options, not inside")
-        self.policy_loss()
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if there is a KL penalty or the KL is reported."""
-        return bool(self.kl_coef) or self.track_kl
-
-    def kl_controller(self) -> KLController:
-        """Adaptive if `kl_target` is set."""
-        if self.kl_target is None:
-            return FixedKL(self.kl_coef)
-        return AdaptiveKL(self.kl_coef, target=self.kl_target, horizon=self.kl_horizon)
-
-    def policy_loss(self, kl_coef: float | None = None) -> Loss:
-        """See Recipe."""
-        coef = self.kl_coef if kl_coef is None else kl_coef
-        kl = {"kl_coef": coef, "kl_estimator": self.kl_estimator} if self.kl_in == "loss" and coef else {}
-        return make_policy_loss(self.loss, {**self.loss_options, **kl}, report_entropy=self.report_entropy)
+__all__ = ["GRPO", "PPO", "PolicyRecipe", "Recipe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +94,7 @@ class GRPO(PolicyRecipe):
                 advantages = spread(advantages, batch.response_mask)
         if self.whiten:
             advantages = whiten(advantages, batch.response_mask, **self.whiten_options)
-        return _finish(batch.with_columns(advantages=advantages), self.off_policy, metrics)
+        return self.finish(batch.with_columns(advantages=advantages), metrics)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,23 +153,7 @@ class PPO(PolicyRecipe):
         if self.whiten:
             advantages = whiten(advantages, mask, **self.whiten_options)
         batch = batch.with_columns(advantages=advantages, returns=returns, old_values=batch["values"])
-        return _finish(batch, self.off_policy, metrics)
-
-
-def with_old_log_probs(batch: Batch) -> Batch:
-    """Let the sampler's log-probs stand in for the old policy's if these were not computed again."""
-    return batch if "old_log_probs" in batch else batch.with_columns(old_log_probs=batch["rollout_log_probs"])
-
-
-def reference_kl(batch: Batch, kind: KLEstimator) -> Metrics:
-    """Metric `reference_kl`: mean KL per token against the reference before the step, if there is a reference."""
-    if "ref_log_probs" not in batch:
-        return {}
-    return {
-        "reference_kl": mean_of(
-            kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], kind), batch.response_mask
-        )
-    }
+        return self.finish(batch, metrics)
 
 
 def _group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:
@@ -273,22 +165,3 @@ def _group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:
         "score_group_std": Mean(total=float((groups.std(unbiased=True) * share).sum()), weight=float(share.sum())),
         "equal_score_groups": Mean(total=float((share * flat).sum()), weight=float(share.sum())),
     }
-
-
-def _finish(batch: Batch, corrections: tuple[OffPolicyCorrection, ...], metrics: Metrics) -> tuple[Batch, Metrics]:
-    mask = batch.response_mask
-    metrics |= {
-        "advantage": mean_of(batch["advantages"], mask),
-        "advantage_abs": mean_of(batch["advantages"].abs(), mask),
-        "response_length": mean_of(mask.sum(dim=1)),
-    }
-    if "rollout_log_probs" in batch:
-        batch, more = correct_off_policy(batch, corrections)
-        metrics |= more
-    elif corrections:
-        raise ConfigError(
-            "off-policy correction needs the column 'rollout_log_probs'; keep the sampler's log-probs"
-        )
-    if not torch.isfinite(batch["advantages"]).all():
-        raise ValueError("advantages are not finite; check the scores and the critic's values for NaN or infinity")
-    return batch, metrics

@@ -1,0 +1,162 @@
+"""Learning from a teacher's distribution: forward and reverse KL, generalised JSD, top-k, and on-policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_sum, mean_of
+from torch import Tensor
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+"""forward_kl: KL(teacher || student), mean-seeking; reverse_kl: KL(student || teacher), mode-seeking; jsd: beta
+KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student (GKD, Agarwal et al. 2024)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceConfig:
+    """Which divergence between two next-token distributions."""
+
+    divergence: Divergence = "forward_kl"
+    """See `Divergence`. OpenRLHF's KD loss is the forward KL without the teacher's entropy: the same gradient."""
+    beta: float = 0.5
+    """Mixture weight of `jsd`, strictly between 0 and 1. TRL's beta of 0 is forward_kl, of 1 reverse_kl."""
+    temperature: float = 1.0
+    """Both logits are divided by it."""
+    other_tokens: Literal["lump", "renormalize"] = "lump"
+    """Top-k only: the tokens outside are one further outcome, or are left out and both sides made to sum to 1."""
+
+    def __post_init__(self) -> None:
+        if self.divergence not in get_args(Divergence):
+            raise ConfigError(
+                f"distillation: {self.divergence!r} is unknown; write one of {', '.join(get_args(Divergence))}"
+            )
+        if not 0 < self.beta < 1:
+            raise ConfigError(
+                f"distillation: beta must be strictly between 0 and 1, got {self.beta}; write "
+                "divergence='forward_kl' for 0 and 'reverse_kl' for 1"
+            )
+        if self.temperature <= 0:
+            raise ConfigError(f"distillation: temperature must be positive, got {self.temperature}")
+        if self.other_tokens not in ("lump", "renormalize"):
+            raise ConfigError(f"distillation: other_tokens {self.other_tokens!r}; write 'lump' or 'renormalize'")
+
+
+def divergence_from_logits(
+    student_logits: Float[Tensor, "*tokens vocab"],
+    teacher_logits: Float[Tensor, "*tokens vocab"],
+    config: DivergenceConfig,
+) -> Float[Tensor, "*tokens"]:
+    """The divergence at each token, in nats. Call it in chunks of tokens: the logits are [tokens, vocab]."""
+    student = (student_logits / config.temperature).log_softmax(dim=-1)
+    teacher = (teacher_logits / config.temperature).log_softmax(dim=-1)
+    return _divergence(student, teacher, config)
+
+
+def divergence_from_top_k(
+    student_logits: Float[Tensor, "*tokens vocab"],
+    teacher_log_probs: Float[Tensor, "*tokens k"],
+    teacher_ids: Int[Tensor, "*tokens k"],
+    config: DivergenceConfig,
+) -> Float[Tensor, "*tokens"]:
+    """The divergence from a teacher of which only the k most likely tokens are known.
+
+    Args:
+        student_logits: over the whole vocabulary.
+        teacher_log_probs: of the k tokens, at the temperature of `config`.
+        teacher_ids: their token ids.
+        config: `other_tokens` says what becomes of the rest.
+    """
+    student = (student_logits / config.temperature).log_softmax(dim=-1).gather(-1, teacher_ids)
+    teacher = teacher_log_probs
+    if config.other_tokens == "lump":
+        student, teacher = (torch.cat([x, _log_remainder(x)], dim=-1) for x in (student, teacher))
+    else:
+        student, teacher = student.log_softmax(dim=-1), teacher.log_softmax(dim=-1)
+    return _divergence(student, teacher, config)
+
+
+def distillation_terms(
+    divergence: Float[Tensor, "rows length"],
+    mask: Bool[Tensor, "rows length"],
+    *,
+    kd_coef: float = 1.0,
+    log_probs: Float[Tensor, "rows length"] | None = None,
+) -> LossTerms:
+    """Mean over tokens of kd_coef * divergence + (1 - kd_coef) * negative log-likelihood.
+
+    `log_probs` of the data's tokens are needed where kd_coef is below 1 (OpenRLHF's `kd_coef`). Metrics: kd_loss,
+    sft_loss.
+    """
+    total = kd_coef * masked_sum(divergence, mask)
+    metrics = {"kd_loss": mean_of(divergence, mask)}
+    if log_probs is not None:
+        total = total - (1 - kd_coef) * masked_sum(log_probs, mask)
+        metrics["sft_loss"] = mean_of(-log_probs, mask)
+    elif kd_coef != 1:
+        raise ConfigError(f"distillation: kd_coef {kd_coef} mixes in the likelihood, which needs log_probs")
+    return LossTerms(total=total, weight=mask.sum().float(), metrics=metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnPolicyDistillationConfig:
+    """Configuration of `on_policy_distillation`."""
+
+    log_ratio_limit: float = 20.0
+    """Clamp on log(student / teacher) and on the importance ratio's logarithm."""
+    clip_range: float | None = None
+    """PPO-style clip of the importance ratio against `old_log_probs`; None does not clip."""
+
+    def __post_init__(self) -> None:
+        if self.log_ratio_limit <= 0 or (self.clip_range is not None and self.clip_range < 0):
+            raise ConfigError(f"on-policy distillation: limits must be positive, got {self}")
+
+
+def on_policy_distillation(outputs: ModelOutputs, batch: Batch, config: OnPolicyDistillationConfig) -> LossTerms:
+    """Reverse KL on the student's own samples, by policy gradient with the token's own KL as its cost.
+
+    loss_t = -r_t A_t, A_t = sg(teacher_log_probs - log_probs), r_t = exp(log_probs - old_log_probs): each token is
+    judged by the teacher (MiniLLM's single-step part, Gu et al. 2024; Lu 2025). Columns: `teacher_log_probs`
+    [rows, length]; `old_log_probs`, without which r_t = 1. Metrics: reverse_kl (nats per token), kd_loss.
+    """
+    if outputs.log_probs is None:
+        raise ConfigError("on_policy_distillation needs log_probs among the engine's outputs")
+    mask, limit = batch.response_mask, config.log_ratio_limit
+    log_probs = outputs.log_probs.masked_fill(~mask, 0)
+    gap = (log_probs.detach() - batch["teacher_log_probs"].masked_fill(~mask, 0)).clamp(-limit, limit)
+    old = batch["old_log_probs"].masked_fill(~mask, 0) if "old_log_probs" in batch else log_probs.detach()
+    ratio = (log_probs - old).clamp(-limit, limit).exp()
+    per_token = ratio * gap
+    if config.clip_range is not None:
+        per_token = torch.maximum(per_token, ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * gap)
+    total, weight = masked_sum(per_token, mask), mask.sum().float()
+    metrics = {
+        "reverse_kl": mean_of(gap, mask),
+        "kd_loss": Mean(total=float(total.detach()), weight=float(weight)),
+    }
+    return LossTerms(total=total, weight=weight, metrics=metrics)
+
+
+def _divergence(student: Tensor, teacher: Tensor, config: DivergenceConfig) -> Tensor:
+    if config.divergence == "forward_kl":
+        return _kl(teacher, student)
+    if config.divergence == "reverse_kl":
+        return _kl(student, teacher)
+    mixture = torch.logaddexp(student + math.log1p(-config.beta), teacher + math.log(config.beta))
+    return config.beta * _kl(teacher, mixture) + (1 - config.beta) * _kl(student, mixture)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) over the last dimension; an outcome with p = 0 contributes nothing."""
+    impossible = log_p.isneginf()
+    safe = log_p.masked_fill(impossible, 0)
+    return (safe.exp() * (safe - log_q.masked_fill(impossible, 0))).masked_fill(impossible, 0).sum(dim=-1)
+
+
+def _log_remainder(log_probs: Tensor) -> Tensor:
+    """log(1 - sum of probabilities) as one further outcome; at least log of the dtype's epsilon."""
+    rest = 1 - log_probs.exp().sum(dim=-1, keepdim=True)
+    return rest.clamp(min=torch.finfo(log_probs.dtype).eps).log()

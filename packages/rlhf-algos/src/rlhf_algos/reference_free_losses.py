@@ -1,0 +1,140 @@
+"""Preference losses that need no reference model: SimPO, CPO and ORPO. Rows alternate chosen, rejected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_algos.pair_losses import PAIR_LOSSES, PairLossSettings, smoothed_sigmoid
+from rlhf_algos.preference_losses import chosen_nll, pair_metrics
+from rlhf_algos.response_log_probs import response_log_probs, split_pairs
+
+SFTMean = Literal["sequence", "token"]
+"""See `DPOConfig.sft_mean`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimPOConfig:
+    """Configuration of `simpo`."""
+
+    beta: float = 2.0
+    """Scale of the mean log-probs."""
+    gamma: float = 1.0
+    """Target margin between beta times the mean log-probs (TRL's `simpo_gamma`; the paper's gamma)."""
+    label_smoothing: float = 0.0
+    """Probability that a label is flipped."""
+    sft_coef: float = 0.0
+    """Weight of the negative log-likelihood of the chosen response (CPO-SimPO; TRL's `cpo_alpha`)."""
+    sft_mean: SFTMean = "sequence"
+    """Mean over each response, or over all chosen tokens (TRL), which needs `with_sft_divisor`."""
+
+    def __post_init__(self) -> None:
+        _check(self.beta, self.label_smoothing)
+
+
+def simpo(outputs: ModelOutputs, batch: Batch, config: SimPOConfig) -> LossTerms:
+    """SimPO (Meng et al. 2024, eq. 6): -log sigmoid(beta (m_chosen - m_rejected) - gamma), a mean over pairs.
+
+    m is the mean log-prob per token of a response. Metrics as for `dpo`, rewards being beta m.
+    """
+    means = response_log_probs(outputs, batch, mean=True)
+    chosen, rejected = split_pairs(means, batch)
+    losses = smoothed_sigmoid(config.beta * (chosen - rejected) - config.gamma, config.label_smoothing)
+    return _terms(losses, config.beta * means, outputs, batch, (config.sft_coef, config.sft_mean))
+
+
+CPOLoss = Literal["sigmoid", "hinge", "ipo"]
+"""See `pair_losses.PairLoss`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CPOConfig:
+    """Configuration of `cpo`."""
+
+    loss: CPOLoss = "sigmoid"
+    """See `CPOLoss`; `ipo` takes mean log-probs (as TRL), the others sums."""
+    beta: float = 0.1
+    """Scale of the log-probs."""
+    label_smoothing: float = 0.0
+    """Probability that a label is flipped; `sigmoid` only."""
+    sft_coef: float = 1.0
+    """Weight of the behaviour-cloning term on the chosen response (TRL's `cpo_alpha`)."""
+    sft_mean: SFTMean = "sequence"
+    """Mean over each response, or over all chosen tokens (TRL), which needs `with_sft_divisor`."""
+
+    def __post_init__(self) -> None:
+        _check(self.beta, self.label_smoothing)
+        if self.loss not in get_args(CPOLoss):
+            raise ConfigError(f"cpo: loss {self.loss!r} is unknown; write one of {', '.join(get_args(CPOLoss))}")
+
+
+def cpo(outputs: ModelOutputs, batch: Batch, config: CPOConfig) -> LossTerms:
+    """CPO (Xu et al. 2024, eq. 3): DPO with a uniform reference plus behaviour cloning, a mean over pairs."""
+    values = response_log_probs(outputs, batch, mean=config.loss == "ipo")
+    chosen, rejected = split_pairs(values, batch)
+    settings = PairLossSettings(beta=config.beta, label_smoothing=config.label_smoothing)
+    losses = PAIR_LOSSES[config.loss](chosen, rejected, settings)
+    return _terms(losses, config.beta * values, outputs, batch, (config.sft_coef, config.sft_mean))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ORPOConfig:
+    """Configuration of `orpo`."""
+
+    beta: float = 0.1
+    """Weight of the odds-ratio term (lambda in the paper)."""
+    sft_mean: SFTMean = "token"
+    """Mean of the likelihood term over all chosen tokens (needs `with_sft_divisor`) or over each response. TRL
+    takes the tokens of prompts into that mean, too; here the response mask decides."""
+
+    def __post_init__(self) -> None:
+        _check(self.beta, 0.0)
+
+
+def orpo(outputs: ModelOutputs, batch: Batch, config: ORPOConfig) -> LossTerms:
+    """ORPO (Hong et al. 2024, eq. 6): likelihood of the chosen response plus beta times the odds-ratio loss.
+
+    -log sigmoid(log odds_chosen - log odds_rejected), odds = p / (1 - p), log p the mean log-prob per token. A mean
+    over pairs. Metrics as for `dpo`, rewards being beta log p, and log_odds_ratio.
+    """
+    means = response_log_probs(outputs, batch, mean=True)
+    chosen, rejected = split_pairs(log_odds(means), batch)
+    losses = -config.beta * logsigmoid(chosen - rejected)
+    terms = _terms(losses, config.beta * means, outputs, batch, (1.0, config.sft_mean))
+    metrics = {**terms.metrics, "log_odds_ratio": mean_of(chosen - rejected)}
+    return LossTerms(total=terms.total, weight=terms.weight, metrics=metrics)
+
+
+def log_odds(log_p: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """log(p / (1 - p)) from log p, finite for p = 1 (and so for an empty response)."""
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
+    near_one = log_p > -0.6931
+    # Each branch gets an argument at which its derivative exists, or `where` would pass on NaN gradients.
+    small = torch.where(near_one, log_p, -1e-3).expm1().neg().log()
+    large = torch.log1p(-torch.where(near_one, -1.0, log_p).exp())
+    return log_p - torch.where(near_one, small, large)
+
+
+def _terms(
+    losses: Tensor, rewards: Tensor, outputs: ModelOutputs, batch: Batch, sft: tuple[float, SFTMean]
+) -> LossTerms:
+    metrics = pair_metrics(outputs, batch, rewards) | {"preference_loss": mean_of(losses)}
+    total = losses.sum()
+    if sft[0]:
+        nll = chosen_nll(outputs, batch, sft[1])
+        total = total + sft[0] * nll.sum()
+        metrics["sft_loss"] = mean_of(nll)
+    return LossTerms(total=total, weight=torch.tensor(float(batch.units)), metrics=metrics)
+
+
+def _check(beta: float, label_smoothing: float) -> None:
+    if beta <= 0:
+        raise ConfigError(f"preference loss: beta must be positive, got {beta}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"preference loss: label_smoothing must be in [0, 0.5), got {label_smoothing}")

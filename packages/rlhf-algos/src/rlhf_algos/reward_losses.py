@@ -1,0 +1,139 @@
+"""Losses of reward models: pairwise for whole responses, stepwise for process reward models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, masked_sum, mean_of
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from rlhf_algos.response_log_probs import split_pairs
+
+RewardLoss = Literal["sigmoid", "log_exp"]
+"""With g = score_chosen - score_rejected - margin: `sigmoid` is -log sigmoid(g), `log_exp` log(1 + exp(-g)). They
+are the same function; both names are known from other projects. (OpenRLHF's `log_exp` overflows from a gap of -89
+on and ignores the margin; this one does neither.)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardLossConfig:
+    """Configuration of `bradley_terry`."""
+
+    loss: RewardLoss = "sigmoid"
+    """See `RewardLoss`."""
+    center_coef: float = 0.0
+    """Weight of (score_chosen + score_rejected)^2, which keeps scores around zero (Eisenstein et al. 2023; TRL's
+    `center_rewards_coefficient`)."""
+
+    def __post_init__(self) -> None:
+        if self.loss not in get_args(RewardLoss):
+            raise ConfigError(
+                f"reward loss: {self.loss!r} is unknown; write one of {', '.join(get_args(RewardLoss))}"
+            )
+
+
+def bradley_terry(outputs: ModelOutputs, batch: Batch, config: RewardLossConfig) -> LossTerms:
+    """Bradley-Terry with margin (Touvron et al. 2023, eq. 2), a mean over pairs.
+
+    Needs `scores`. Rows alternate chosen, rejected. Optional column `margin` [rows], read from the chosen rows.
+    Metrics: reward_loss, accuracy, margin, score_chosen, score_rejected.
+    """
+    if outputs.scores is None:
+        raise ConfigError("bradley_terry needs scores; use Loss(..., outputs=('scores',))")
+    chosen, rejected = split_pairs(outputs.scores, batch)
+    gap = chosen - rejected
+    if "margin" in batch:
+        gap = gap - split_pairs(batch["margin"], batch)[0]
+    losses = -logsigmoid(gap) if config.loss == "sigmoid" else softplus(-gap)
+    if config.center_coef:
+        losses = losses + config.center_coef * (chosen + rejected).square()
+    metrics = {
+        "reward_loss": mean_of(losses),
+        "accuracy": mean_of((chosen > rejected).float()),
+        "margin": mean_of(chosen - rejected),
+        "score_chosen": mean_of(chosen),
+        "score_rejected": mean_of(rejected),
+    }
+    return LossTerms(total=losses.sum(), weight=torch.tensor(float(batch.units)), metrics=metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessRewardConfig:
+    """Configuration of `process_reward`."""
+
+    supervision: Literal["process", "outcome"] = "process"
+    """`process`: every labelled step counts; `outcome`: the last one of each row, which judges the answer."""
+
+    def __post_init__(self) -> None:
+        if self.supervision not in ("process", "outcome"):
+            raise ConfigError(f"process reward: supervision {self.supervision!r}; write 'process' or 'outcome'")
+
+
+def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardConfig) -> LossTerms:
+    """Binary cross-entropy of each step's value against its label (Lightman et al. 2023; Wang et al. 2024).
+
+    Needs `values` (a scalar head). `response_mask` is True on the token *after* a step's placeholder, where
+    `values` is the head's output at the placeholder itself; `step_positions` makes that mask. Column `step_labels`
+    [rows, length]: probability that the step is right, 0 or 1 for hard labels. A mean over steps.
+
+    A language-model head restricted to two label tokens is the same model: its logit difference is a scalar head.
+
+    Metrics: process_loss, step_accuracy.
+    """
+    if outputs.values is None:
+        raise ConfigError("process_reward needs values; use Loss(..., outputs=('values',))")
+    mask = batch.response_mask
+    if config.supervision == "outcome":
+        mask = last_true(mask)
+    labels = batch["step_labels"].masked_fill(~mask, 0).to(outputs.values.dtype)
+    logits = outputs.values.masked_fill(~mask, 0)
+    losses = softplus(logits) - labels * logits
+    metrics = {
+        "process_loss": mean_of(losses, mask),
+        "step_accuracy": mean_of(((logits > 0) == (labels > 0.5)).float(), mask),
+    }
+    return LossTerms(total=masked_sum(losses, mask), weight=mask.sum().float(), metrics=metrics)
+
+
+def step_positions(
+    token_ids: Int[Tensor, "rows length"], attention_mask: Bool[Tensor, "rows length"], placeholder_id: int
+) -> Bool[Tensor, "rows length"]:
+    """True on the token after each placeholder: the response mask of `process_reward`.
+
+    A placeholder must be followed by a token; end the row with end-of-text.
+
+    Raises:
+        ConfigError: a row ends with a placeholder.
+    """
+    marks = (token_ids == placeholder_id) & attention_mask
+    mask = torch.zeros_like(marks)
+    mask[:, 1:] = marks[:, :-1] & attention_mask[:, 1:]
+    if int(mask.sum()) != int(marks.sum()):
+        rows = (marks.sum(dim=1) != mask.sum(dim=1)).nonzero().flatten().tolist()
+        raise ConfigError(f"rows {rows[:5]} end with the step placeholder; append the end-of-text token")
+    return mask
+
+
+def step_label_losses(
+    logits: Float[Tensor, "steps vocab"],
+    labels: Float[Tensor, "steps labels"],
+    label_token_ids: Int[Tensor, " labels"],
+) -> Float[Tensor, " steps"]:
+    """Cross-entropy over the label tokens at each placeholder, for a process reward model with a causal head.
+
+    Args:
+        logits: at the placeholders.
+        labels: probability of each label token, one-hot for hard labels (OpenRLHF's soft and hard labels).
+        label_token_ids: the label tokens; the softmax is over these alone.
+    """
+    return -(labels * logits[:, label_token_ids].log_softmax(dim=-1)).sum(dim=-1)
+
+
+def last_true(mask: Bool[Tensor, "rows length"]) -> Bool[Tensor, "rows length"]:
+    """Only the last True of each row."""
+    remaining = mask.long().flip(1).cumsum(1).flip(1)
+    return mask & (remaining == 1)
