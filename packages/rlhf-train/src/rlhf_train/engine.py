@@ -61,6 +61,10 @@ class DeepSpeedEngine:
         sharded = zero.stage == 3
         self._module: Any = RoleModel(load_model(config, settings if sharded else None), sharded=sharded)
         self._deepspeed: Any = self._wrap(settings)
+        if zero.packing:
+            self._enable_packing()
+        self.packing: bool = self._module.packing
+        """Whether rows run unpadded, with shared prompts run once."""
         self._progress = Progress()
         self._random = RandomState(config.seed + self.ranks.info.rank, self.device)
         self._offloaded = False
@@ -79,6 +83,13 @@ class DeepSpeedEngine:
             optimizer = build_optimizer(self._module, self.config, on_host=self.zero.offload_optimizer)
         wrapped, *_ = deepspeed.initialize(model=self._module, optimizer=optimizer, config=settings)
         return wrapped
+
+    def _enable_packing(self) -> None:
+        """Tried on a few tokens, by all ranks together, so after sharding and through the root."""
+        self._module.eval()
+        run = self._module if self._deepspeed is None else self._deepspeed
+        with torch.no_grad():
+            run(batch=None, fields=())
 
     @property
     def model(self) -> Any:

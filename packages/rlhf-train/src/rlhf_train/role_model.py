@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rlhf_core import Batch, model_outputs
+from rlhf_core.packed_attention import enable_packing, is_packing
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,48 +20,46 @@ class RoleModel(nn.Module):
     forward.
 
     Under ZeRO-3 (`sharded`) every call of a module gathers its parameters. The head runs once per chunk of tokens,
-    and ranks have different numbers of chunks: their collectives would not match. So the root itself gathers the
-    head once per micro-batch, and the head is applied without its own hooks.
+    and ranks have different numbers of chunks: their collectives would not match and the ranks would wait for each
+    other for ever. So the root itself gathers the head once per micro-batch, and the head is applied without its
+    own hooks.
     """
 
     def __init__(self, model: Any, *, sharded: bool) -> None:
         super().__init__()
         self.model = model
-        self._direct_head = sharded and isinstance(model.get_output_embeddings(), nn.Linear)
-        if self._direct_head:
+        head = model.get_output_embeddings()
+        self._width = head.in_features if isinstance(head, nn.Linear) else None
+        if sharded and isinstance(head, nn.Linear):
             import deepspeed
 
-            for parameter in model.get_output_embeddings().parameters():
+            for parameter in head.parameters():
                 deepspeed.zero.register_external_parameter(self, parameter)
+            model.get_output_embeddings = lambda: lambda hidden: functional.linear(hidden, head.weight, head.bias)
 
-    def forward(self, *, batch: Batch, fields: Sequence[str]) -> dict[str, Tensor]:
-        """The `fields` of ModelOutputs for the rows of `batch`. A dict, because ZeRO looks for tensors in it."""
-        outputs = model_outputs(self, batch, fields)
-        return {name: value for name in fields if (value := getattr(outputs, name)) is not None}
+    def forward(self, *, batch: Batch | None, fields: Sequence[str]) -> dict[str, Tensor]:
+        """The `fields` of ModelOutputs for the rows of `batch`. A dict, because ZeRO looks for tensors in it.
 
-    @property
-    def base_model(self) -> nn.Module:
-        """The backbone."""
-        return self.model.base_model
-
-    @property
-    def config(self) -> Any:
-        """The Transformers configuration."""
-        return self.model.config
-
-    @property
-    def score(self) -> nn.Module | None:
-        """The scalar head of a critic or reward model."""
-        return getattr(self.model, "score", None)
+        Without a batch: find out whether the model can run packed rows, and let it if so.
+        """
+        if batch is None:
+            enable_packing(self.model)
+            return {}
+        outputs = model_outputs(self.model, batch, fields)
+        found = {name: value for name in fields if (value := getattr(outputs, name)) is not None}
+        if torch.is_grad_enabled() and not bool(batch.response_mask[:, 1:].any()):
+            self._touch_head(found)
+        return found
 
     @property
-    def classifier(self) -> nn.Module | None:
-        """The scalar head under its other usual name."""
-        return getattr(self.model, "classifier", None)
+    def packing(self) -> bool:
+        """Whether rows run unpadded, with shared prompts run once."""
+        return is_packing(self.model)
 
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """The language-model head."""
-        head = self.model.get_output_embeddings()
-        if not self._direct_head:
-            return head
-        return lambda hidden: functional.linear(hidden, head.weight, head.bias)
+    def _touch_head(self, found: dict[str, Tensor]) -> None:
+        """Give the head a gradient of zero where no token needs it: the other ranks reduce theirs and wait."""
+        for name in ("log_probs", "entropy"):
+            if name in found and self._width is not None:
+                nothing = torch.zeros(1, self._width, dtype=self.model.dtype, device=found[name].device)
+                found[name] = found[name] + 0.0 * self.model.get_output_embeddings()(nothing).sum()
+                return

@@ -22,6 +22,8 @@ class ZeroConfig:
     2
     """
 
+    packing: bool = True
+    """Run rows unpadded, and prompts that rows share once, where the model allows it."""
     stage: Stage = 3
     """0 replicates everything, 1 shards the optimizer, 2 the gradients as well, 3 the parameters as well."""
     offload_optimizer: bool = False
@@ -90,10 +92,17 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
     """
     if config.optimizer is None:
         return
-    if config.dtype in _HALF and zero.accumulate_dtype == "float32" and zero.stage < 2:
+    if config.dtype in _HALF and zero.stage == 0:
+        # DeepSpeed's wrapper for this case takes an optimizer step with no gradient when it is made, which spoils
+        # Adam's bias correction.
         raise ConfigError(
-            f"engine options: stage {zero.stage} cannot add up {config.dtype} gradients in float32; "
-            f"use stage 2 or 3, or set accumulate_dtype: {config.dtype}"
+            f"engine options: stage 0 trains in float32 only, dtype is {config.dtype}; use stage 1, 2 or 3, "
+            "also on a single rank"
+        )
+    if config.dtype in _HALF and zero.accumulate_dtype == "float32" and zero.stage == 1:
+        raise ConfigError(
+            f"engine options: stage 1 cannot add up {config.dtype} gradients in float32; use stage 2 or 3, or set "
+            f"accumulate_dtype: {config.dtype}"
         )
     if zero.accumulate_dtype not in ("float32", config.dtype):
         raise ConfigError(
