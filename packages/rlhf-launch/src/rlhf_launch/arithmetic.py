@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from rlhf_core import Batch, pad_rows
 
 PAD, EOS = "<pad>", "<eos>"

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, PluginError, ResourceError, load_plugin
+
 from rlhf_launch.config import RunConfig
 
 

@@ -38,10 +38,11 @@ class DataSection:
     eval_split: str = "test"
     eval_rows: int = 0
     """Rows of `eval_prompts` used (0: all). Without `eval_prompts`, rows held out from the end of `prompts`."""
-    prompt_column: str = "prompt"
-    """Column with text, or with chat messages (a list of {role, content})."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """New name: column of the file, for what the reward function takes (`answer: solution`)."""
+    """Our name: the file's column. `prompt` (text, or chat messages as a list of {role, content}) is what the model
+    sees; every column goes to the reward function by its name here."""
+    limit: int | None = None
+    """Read at most this many rows of `prompts`."""
     chat: bool = False
     """Wrap plain text as a user message and apply the tokenizer's chat template; messages always get it."""
     system_prompt: str | None = None

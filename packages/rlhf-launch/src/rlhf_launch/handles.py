@@ -41,39 +41,35 @@ class LocalHandle:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-        self._worker: Any = None
-        self._ready = self._submit(make)
+
+        async def construct() -> Any:
+            return make()
+
+        self._worker = asyncio.run_coroutine_threadsafe(construct(), self._loop)
 
     def ready(self) -> Future[Any]:
-        """Resolves when the worker is constructed."""
-        return self._ready
+        """Resolves to the worker when it is constructed."""
+        return self._worker
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See Handle."""
-        return self._submit(lambda: getattr(self._worker, method)(*args, **kwargs))
+        """See Handle. Raises what the constructor raised, if it did."""
+
+        async def run() -> Any:
+            worker = await asyncio.wrap_future(self._worker)
+            result = getattr(worker, method)(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def close(self) -> None:
         """See Handle."""
         if not self._thread.is_alive():
             return
-        if self._worker is not None:
+        if self._worker.exception() is None:
             self.call("close").result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
-        constructing = self._worker is None
-
-        async def run() -> Any:
-            result = work()
-            if inspect.isawaitable(result):
-                result = await result
-            if constructing and self._worker is None:
-                self._worker = result
-                return None
-            return result
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._loop.close()
 
 
 def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-
 from rlhf_algos.kl import KLController
 from rlhf_algos.recipes import Recipe
-from rlhf_core import Batch, SamplingConfig, Score, StepReport, Trajectory, collate
+from rlhf_core import Batch, Mean, Score, StepReport, Trajectory, collate
+
 from rlhf_launch.config import RunConfig
 from rlhf_launch.prompts import Prompt, PromptStream
-from rlhf_launch.report import PhaseClock, Reporter, sample_metrics, step_metrics
+from rlhf_launch.report import Evaluation, PhaseClock, Reporter, sample_metrics, step_metrics
 from rlhf_launch.rewarding import Rewarder
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.run_state import RunState
@@ -60,12 +60,13 @@ def train(run: OnlineRun) -> None:
             scores = roles.rewarder.score(trajectories)
         with clock("score"):
             batch = add_model_outputs(collate(trajectories), roles)
+            batch = batch.with_columns(truncated=torch.tensor([t.truncated for t in trajectories]))
         batch, metrics = recipe.prepare(batch, _values(scores), group_index(trajectories), kl_coef=run.kl.value)
         with clock("train"):
             reports = update(run, batch, train_policy=step >= config.train.critic_warmup_steps)
         with clock("sync"):
             sync = roles.sync(step + 1)
-        run.kl.update(metrics["kl"].value if "kl" in metrics else 0.0, batch.rows)
+        run.kl.update(_kl_of(metrics), batch.rows)
         run.state.step = step + 1
         run.reporter.step(
             step + 1,
@@ -76,7 +77,7 @@ def train(run: OnlineRun) -> None:
             | {"weight_version": sync.version, "kl_coef": run.kl.value},
         )
         if _due(step + 1, config.eval_every) and step + 1 < config.steps:
-            run.reporter.evaluation(step + 1, evaluate(run, label=f"eval-{step + 1}"))
+            run.reporter.evaluation(evaluate(run))
         if _due(step + 1, config.checkpoint_every) or step + 1 == config.steps:
             run.state.save(run)
 
@@ -110,7 +111,7 @@ def add_model_outputs(batch: Batch, roles: Roles) -> Batch:
 def update(run: OnlineRun, batch: Batch, *, train_policy: bool) -> dict[str, list[StepReport]]:
     """All optimizer steps of one batch of samples; reports by role."""
     train, roles = run.config.train, run.roles
-    policy_loss, value_loss = run.recipe.policy_loss(), run.recipe.value_loss()
+    policy_loss, value_loss = run.recipe.policy_loss(run.kl.value), run.recipe.value_loss()
     reports: dict[str, list[StepReport]] = {}
     for epoch in range(train.epochs):
         generator = torch.Generator().manual_seed(run.config.seed * 1_000_003 + run.state.step * 101 + epoch)
@@ -124,31 +125,20 @@ def update(run: OnlineRun, batch: Batch, *, train_policy: bool) -> dict[str, lis
     return reports
 
 
-def evaluate(run: OnlineRun, *, label: str) -> tuple[dict[str, float], list[Trajectory], list[Score]]:
+def evaluate(run: OnlineRun) -> Evaluation:
     """Score one sample of every held-out prompt; does not touch the training stream."""
     config = run.config
-    sampling = SamplingConfig(
-        max_tokens=config.rollout.sampling.max_tokens,
-        temperature=config.rollout.eval_temperature,
-        stop_token_ids=config.rollout.sampling.stop_token_ids,
-        stop=config.rollout.sampling.stop,
-    )
     trajectories = generate(
         run.roles.pool,
         run.held_out,
-        sampling,
-        label=label,
+        replace(config.rollout.sampling, temperature=config.rollout.eval_temperature),
+        label=f"eval-{run.state.step}",
         samples=1,
         seed=config.seed,
         timeout_s=config.placement.timeout_s,
     )
     scores = run.roles.rewarder.score(trajectories)
-    metrics = {
-        "eval/reward": sum(score.value for score in scores) / len(scores),
-        "eval/response_length": sum(t.response_length for t in trajectories) / len(trajectories),
-        "eval/truncated": sum(t.truncated for t in trajectories) / len(trajectories),
-    }
-    return metrics, trajectories, scores
+    return Evaluation(step=run.state.step, trajectories=trajectories, scores=scores)
 
 
 def group_index(trajectories: Sequence[Trajectory]) -> torch.Tensor:
@@ -161,6 +151,12 @@ def _values(scores: Sequence[Score]) -> torch.Tensor:
     return torch.tensor([score.value for score in scores], dtype=torch.float32)
 
 
+def _kl_of(metrics: Mapping[str, Mean]) -> float:
+    """KL to the reference per token, before the update; NaN (which controllers ignore) without a reference."""
+    found = [metrics[name].value for name in ("kl", "reference_kl") if name in metrics]
+    return found[0] if found else math.nan
+
+
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
         raise RuntimeError("the engine did not return the outputs it was asked for")
@@ -169,15 +165,3 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-__all__: list[Any] = [
-    "OnlineRun",
-    "Roles",
-    "add_model_outputs",
-    "evaluate",
-    "group_index",
-    "sample",
-    "train",
-    "update",
-]

@@ -16,6 +16,7 @@ from rlhf_core import (
     RolloutConfig,
     load_plugin,
 )
+
 from rlhf_launch.components import Components
 from rlhf_launch.config import RunConfig
 from rlhf_launch.handles import Handle, LocalHandle

@@ -5,17 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from rlhf_algos.data import Row
 from rlhf_core import DataError
+
 from rlhf_launch.config import DataSection
-
-
-class Row(Protocol):
-    """A row of a dataset with the place it came from."""
-
-    values: Mapping[str, Any]
-    place: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +29,9 @@ def make_prompts(rows: Sequence[Row], tokenizer: Any, config: DataSection) -> tu
     """Tokenise rows; returns the prompts and how many were dropped for their length.
 
     Raises:
-        DataError: an empty dataset, a missing column, an empty or overlong prompt (with its row), chat messages
-            without a chat template, or nothing left.
+        DataError: an empty or overlong prompt (with its row), chat messages without a chat template, or nothing
+            left.
     """
-    if not rows:
-        raise DataError(f"{config.prompts}: no rows; give a file with at least one prompt")
     prompts, dropped = [], 0
     for index, row in enumerate(rows):
         text, token_ids = _tokenise(row, tokenizer, config)
@@ -51,7 +44,12 @@ def make_prompts(rows: Sequence[Row], tokenizer: Any, config: DataSection) -> tu
             dropped += 1
             continue
         prompts.append(
-            Prompt(prompt_id=str(index), text=text, token_ids=tuple(token_ids), metadata=_metadata(row, config))
+            Prompt(
+                prompt_id=str(index),
+                text=text,
+                token_ids=tuple(token_ids),
+                metadata={name: value for name, value in row.values.items() if name != "prompt"},
+            )
         )
     if not prompts:
         raise DataError(
@@ -61,12 +59,7 @@ def make_prompts(rows: Sequence[Row], tokenizer: Any, config: DataSection) -> tu
 
 
 def _tokenise(row: Row, tokenizer: Any, config: DataSection) -> tuple[str, list[int]]:
-    if config.prompt_column not in row.values:
-        raise DataError(
-            f"{row.place}: no column {config.prompt_column!r} (data.prompt_column); the row has "
-            f"{', '.join(sorted(row.values))}"
-        )
-    value = row.values[config.prompt_column]
+    value = row["prompt"]
     messages = [{"role": "user", "content": value}] if config.chat and isinstance(value, str) else value
     if isinstance(messages, str):
         token_ids = tokenizer(messages, add_special_tokens=True)["input_ids"]
@@ -83,23 +76,11 @@ def _tokenise(row: Row, tokenizer: Any, config: DataSection) -> tuple[str, list[
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise DataError(
-            f"{row.place}: column {config.prompt_column!r} must be text or a list of chat messages, found "
-            f"{type(value).__name__}"
+            f"{row.place}: the prompt must be text or a list of chat messages, found {type(value).__name__}"
         )
     if not token_ids:
         raise DataError(f"{row.place}: the prompt is empty")
     return text, token_ids
-
-
-def _metadata(row: Row, config: DataSection) -> dict[str, Any]:
-    metadata = {name: value for name, value in row.values.items() if name != config.prompt_column}
-    for name, column in config.columns.items():
-        if column not in row.values:
-            raise DataError(
-                f"{row.place}: no column {column!r} (data.columns.{name}); the row has {', '.join(sorted(row.values))}"
-            )
-        metadata[name] = row.values[column]
-    return metadata
 
 
 class PromptStream:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlhf_core import EngineDiedError, ResourceError
+
 from rlhf_launch.placement import WorkerPlan
 
 

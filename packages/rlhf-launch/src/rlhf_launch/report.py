@@ -5,14 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_core import Batch, Score, StepReport, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One sample of every held-out prompt, scored."""
+
+    step: int
+    trajectories: Sequence[Trajectory]
+    scores: Sequence[Score]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean reward, response length and truncated share."""
+        count = len(self.trajectories)
+        return {
+            "eval/reward": sum(score.value for score in self.scores) / count,
+            "eval/response_length": sum(t.response_length for t in self.trajectories) / count,
+            "eval/truncated": sum(t.truncated for t in self.trajectories) / count,
+        }
 
 
 class PhaseClock:
@@ -99,6 +118,8 @@ class Reporter:
         self.directory = directory
         self.console = console or Console(highlight=False)
         self.totals: dict[str, float] = {}
+        """Seconds of each phase so far."""
+        self.evaluations: list[Evaluation] = []
         self._writer = MetricsWriter(directory, resume_step=start if start else None, tensorboard=tensorboard)
         self._pending: dict[str, float] = {}
         self._progress = Progress(
@@ -126,13 +147,11 @@ class Reporter:
         if not self.console.is_terminal and (step % self._every == 0 or step == 1):
             self.console.print(f"step {step:>5}  {shown}  {metrics.get('seconds/step', 0):.1f} s", soft_wrap=True)
 
-    def evaluation(
-        self, step: int, result: tuple[Mapping[str, float], Sequence[Trajectory], Sequence[Score]]
-    ) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation on the held-out prompts."""
-        metrics = result[0]
-        self._writer.write(step, metrics)
-        self.say(f"step {step:>5}  held-out reward {metrics['eval/reward']:.3f}")
+        self.evaluations.append(evaluation)
+        self._writer.write(evaluation.step, evaluation.metrics)
+        self.say(f"step {evaluation.step:>5}  held-out reward {evaluation.metrics['eval/reward']:.3f}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -155,7 +174,6 @@ def plot_run(metrics_path: Path, image_path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-
     from rlhf_algos.metrics import read_metrics
 
     rows = read_metrics(metrics_path)

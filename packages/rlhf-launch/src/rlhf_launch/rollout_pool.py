@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_core import BackendCapabilities, ConfigError, GenerationRequest, GenerationResult, Link, WeightManifest
+
 from rlhf_launch.handles import Handle, call_all
 
 

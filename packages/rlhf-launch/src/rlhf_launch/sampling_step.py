@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, SamplingConfig, Trajectory
+
 from rlhf_launch.prompts import Prompt
 from rlhf_launch.rollout_pool import RolloutPool
 

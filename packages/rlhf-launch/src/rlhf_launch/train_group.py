@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from rlhf_core import Batch, Loss, ModelOutputs, StepReport, WeightManifest
+
 from rlhf_launch.handles import Handle, call_all, gather
 
 

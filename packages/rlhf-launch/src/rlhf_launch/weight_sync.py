@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_core import Link, RLHFError, UserError, WeightSyncError
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
+
 from rlhf_launch.handles import gather
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.train_group import TrainGroup

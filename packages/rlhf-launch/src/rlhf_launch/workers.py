@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
 import torch
-
 from rlhf_core import (
     ROLLOUT_BACKENDS,
     TRAIN_ENGINES,
@@ -33,6 +33,10 @@ from rlhf_core import (
     open_sender,
     send_weights,
 )
+
+# Loading a Transformers model switches state of the whole process (default device and dtype): workers that share
+# a process load one after the other.
+_loading = threading.Lock()
 
 
 class TrainWorker:
@@ -73,7 +77,8 @@ class TrainWorker:
                 TORCHELASTIC_USE_AGENT_STORE="True",
             )
         seed_everything(self._config.seed)
-        self._engine = load_plugin(TRAIN_ENGINES, self._engine_name)(self._config)
+        with _loading:
+            self._engine = load_plugin(TRAIN_ENGINES, self._engine_name)(self._config)
         return time.perf_counter() - begin
 
     @property
@@ -156,7 +161,8 @@ class RolloutWorker:
     def __init__(self, backend: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         begin = time.perf_counter()
-        self._backend: RolloutBackend = load_plugin(ROLLOUT_BACKENDS, backend)(config)
+        with _loading:
+            self._backend: RolloutBackend = load_plugin(ROLLOUT_BACKENDS, backend)(config)
         self._start_seconds = time.perf_counter() - begin
 
     async def start(self) -> float:

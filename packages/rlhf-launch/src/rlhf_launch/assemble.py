@@ -1,0 +1,132 @@
+"""From a configuration to a finished run: place the workers, connect them, run the loop, leave the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rlhf_algos.config_files import dump_config
+from rlhf_core import RewardFunction, Role
+from rlhf_rollout import CombinedReward, ModelReward
+
+from rlhf_launch.checkpoints import CheckpointStore
+from rlhf_launch.config import RunConfig
+from rlhf_launch.handles import Handle
+from rlhf_launch.online import OnlineRun, Roles, evaluate, train
+from rlhf_launch.placement import Executor, open_executor, roles_of, rollout_plans, training_plans
+from rlhf_launch.preflight import Inputs, check_inputs
+from rlhf_launch.prompts import PromptStream
+from rlhf_launch.report import Reporter, plot_run
+from rlhf_launch.rewarding import Rewarder
+from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.run_state import RunState
+from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.weight_sync import WeightSync
+
+
+def run_online(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> OnlineRun:
+    """A whole run: checks, training, evaluation before and after, export, plot. Returns the finished run.
+
+    Leaves `config.yaml`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/` in
+    `config.output_dir`.
+
+    Raises:
+        UserError: the input is at fault; nothing heavy was started.
+        RLHFError: something failed while running; the newest checkpoint is complete.
+    """
+    console = console or Console(highlight=False)
+    inputs = check_inputs(config)
+    folder = Path(config.output_dir)
+    store = CheckpointStore(folder / "checkpoints", keep=config.keep_checkpoints)
+    start = store.latest()[1]["step"] if resume else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    for reason in inputs.components.reasons:
+        console.print(f"  {reason}")
+    dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
+    console.print(f"  data: {len(inputs.prompts)} prompts{dropped}, {len(inputs.held_out)} held out")
+    with ExitStack() as stack:
+        reporter = stack.enter_context(
+            Reporter(folder, steps=config.steps, start=start, tensorboard=config.tensorboard, console=console)
+        )
+        run = stack.enter_context(open_run(config, inputs, store, reporter))
+        if resume:
+            run.state.restore(run)
+            reporter.say(f"resumed after step {run.state.step}")
+        _evaluate(run)
+        train(run)
+        _evaluate(run)
+        run.roles.policy.export(folder / "model")
+        inputs.tokenizer.save_pretrained(folder / "model")
+    plot_run(folder / "metrics.jsonl", folder / "plot.png")
+    return run
+
+
+@contextmanager
+def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter) -> Iterator[OnlineRun]:
+    """Place and connect all workers; they are closed when the block ends, however it ends."""
+    with ExitStack() as stack:
+        begin = time.perf_counter()
+        executor = open_executor(config, inputs.components)
+        stack.callback(executor.close)
+        roles = _place_roles(config, inputs, executor, stack, reporter)
+        reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
+        yield OnlineRun(
+            config=config,
+            recipe=config.algorithm.recipe,
+            roles=roles,
+            prompts=PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle),
+            held_out=inputs.held_out,
+            kl=config.algorithm.recipe.kl_controller(),
+            reporter=reporter,
+            state=RunState(store),
+        )
+
+
+def _place_roles(
+    config: RunConfig, inputs: Inputs, executor: Executor, stack: ExitStack, reporter: Reporter
+) -> Roles:
+    """One placement for all workers; training and rollout engines start at the same time."""
+    plans = {role: training_plans(config, inputs.components, role) for role in roles_of(config)}
+    engines = rollout_plans(config, inputs.components)
+    handles: list[Handle] = list(
+        executor.place([*(plan for plans_ in plans.values() for plan in plans_), *engines])
+    )
+    for handle in handles:
+        stack.callback(handle.close)
+    timeout_s = config.placement.timeout_s
+    groups: dict[Role, TrainGroup] = {}
+    for role, role_plans in plans.items():
+        groups[role] = TrainGroup(role, handles[: len(role_plans)], timeout_s=timeout_s)
+        handles = handles[len(role_plans) :]
+    pool = RolloutPool(handles, timeout_s=timeout_s)
+    for role, group in groups.items():
+        reporter.say(f"  {role}: {group.ranks} rank(s) of {inputs.components.engine}, {group.start():.1f} s")
+    reporter.say(f"  rollout: {pool.engines} engine(s) of {inputs.components.backend}, {pool.start():.1f} s")
+    sync = WeightSync(groups["policy"], pool, transports=executor.transports, timeout_s=timeout_s)
+    reporter.say(f"  weights travel by {sync.transport}")
+    return Roles(
+        policy=groups["policy"],
+        critic=groups.get("critic"),
+        reference=groups.get("reference"),
+        pool=pool,
+        sync=sync,
+        rewarder=Rewarder(_reward(inputs, groups.get("reward")), inputs.tokenizer),
+    )
+
+
+def _reward(inputs: Inputs, reward_model: TrainGroup | None) -> RewardFunction:
+    rewards: list[tuple[str, RewardFunction]] = []
+    if inputs.reward_function is not None:
+        rewards.append(("function", inputs.reward_function))
+    if reward_model is not None:
+        rewards.append(("model", ModelReward(reward_model)))
+    return rewards[0][1] if len(rewards) == 1 else CombinedReward(dict(rewards))
+
+
+def _evaluate(run: OnlineRun) -> None:
+    if run.held_out:
+        run.reporter.evaluation(evaluate(run))

@@ -1,0 +1,132 @@
+"""The `rlhf` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rlhf_core import RLHFError, UserError
+
+app = typer.Typer(
+    name="rlhf",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Reinforcement learning from human feedback: Ray places the workers, vLLM generates, DeepSpeed ZeRO-3 trains.",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings on top of the file, as dotted.key=value (train.optimizer.learning_rate=1e-6)."),
+]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; examples/ has some.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the complete configuration and stop.")
+    ] = False,
+) -> None:
+    """Improve a policy by reinforcement learning, as CONFIG says."""
+
+    def work() -> None:
+        from rlhf_algos.config_files import dump_config, load_config
+
+        from rlhf_launch.config import RunConfig
+
+        run_config = load_config(RunConfig, config, overrides or [])
+        if print_config:
+            typer.echo(dump_config(run_config), nl=False)
+            return
+        from rlhf_launch.assemble import run_online
+
+        run_online(run_config, resume=resume)
+        Console(highlight=False).print(f"model, metrics and plot are in {run_config.output_dir}", soft_wrap=True)
+
+    run_command(work)
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides = None,
+    output_dir: Annotated[Path, typer.Option(help="Where model, metrics and plot go.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Seed of model, data and sampling.")] = 0,
+) -> None:
+    """The whole stack on this machine, without internet or GPU, in a few minutes.
+
+    Makes a small model, teaches it a little addition by supervised training, then improves it by GRPO.
+    """
+
+    def work() -> None:
+        from rlhf_launch.quickstart import run_quickstart
+
+        run_quickstart(output_dir, seed=seed, overrides=overrides or [])
+
+    run_command(work)
+
+
+@app.command("tiny-model")
+def tiny_model(
+    path: Annotated[Path, typer.Argument(help="Directory to write.")],
+    hidden_size: Annotated[int, typer.Option(help="Width; a multiple of 4.")] = 64,
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    reward_model: Annotated[
+        bool, typer.Option("--reward-model", help="With a scalar head: for reward.model.")
+    ] = False,
+) -> None:
+    """Write a small random Qwen2 with a byte-level chat tokenizer: to try a configuration before the real model."""
+
+    def work() -> None:
+        from rlhf_core.testing.tiny import save_tiny_model
+
+        head = "scalar" if reward_model else "causal"
+        save_tiny_model(path, head=head, hidden_size=hidden_size, layers=layers, seed=seed)
+        typer.echo(f"wrote {path}")
+
+    run_command(work)
+
+
+def run_command(work: Callable[[], None]) -> None:
+    """Run a command's work; errors that a person can correct end in one message and exit code 2."""
+    quiet_libraries()
+    try:
+        work()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
+    except RLHFError as error:
+        if os.environ.get("RLHF_TRACEBACK"):
+            raise
+        typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+        for note in getattr(error, "__notes__", []):
+            typer.echo(note, err=True)
+        typer.echo("(RLHF_TRACEBACK=1 shows the traceback)", err=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise SystemExit(130) from None
+
+
+def quiet_libraries() -> None:
+    """Only warnings from libraries, unless RLHF_LOG asks for more."""
+    level = os.environ.get("RLHF_LOG", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def main() -> None:
+    """Entry point of the `rlhf` script."""
+    sys.exit(app())

@@ -1,0 +1,98 @@
+"""Everything that can be wrong with a run, found out before an engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_algos.data import DataSource, read_rows
+from rlhf_algos.torch_models import check_model_path
+from rlhf_core import ConfigError, RewardFunction
+from rlhf_rollout import PythonReward
+
+from rlhf_launch.components import Components, choose_components
+from rlhf_launch.config import RunConfig
+from rlhf_launch.prompts import Prompt, make_prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a run works on, checked."""
+
+    components: Components
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    dropped: int
+    """Prompts left out for their length."""
+    reward_function: RewardFunction | None
+
+
+def check_inputs(config: RunConfig) -> Inputs:
+    """Load and check all inputs that are cheap to load: parts, models' configurations, tokenizer, data, reward.
+
+    Raises:
+        UserError: the first thing that is wrong, with what was found and what to write instead.
+    """
+    components = choose_components(config)
+    for key, path in {
+        "model.policy": config.model.policy,
+        "model.reference": config.model.reference,
+        "model.critic": config.model.critic,
+        "reward.model": config.reward.model,
+    }.items():
+        if path is not None:
+            check_model_path(path, what=key)
+    reward = None
+    if config.reward.function is not None:
+        reward = PythonReward(config.reward.function, timeout_s=config.reward.timeout_s)
+    tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
+    prompts, held_out, dropped = _prompts(config, tokenizer)
+    return Inputs(
+        components=components,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        dropped=dropped,
+        reward_function=reward,
+    )
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ConfigError: the model has none that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.policy: no tokenizer can be loaded from {model!r}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.policy: the tokenizer of {model!r} has no end-of-text token; set `eos_token` in it"
+        )
+    return tokenizer
+
+
+def _prompts(config: RunConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
+    """Training prompts, held-out prompts, and how many of both were dropped."""
+    data = config.data
+    source = DataSource(path=data.prompts, split=data.split, columns=data.columns, limit=data.limit)
+    prompts, dropped = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
+    if data.eval_prompts is not None:
+        source = DataSource(
+            path=data.eval_prompts, split=data.eval_split, columns=data.columns, limit=data.eval_rows or None
+        )
+        held_out, more = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
+        return prompts, held_out, dropped + more
+    if data.eval_rows >= len(prompts):
+        raise ConfigError(
+            f"data.eval_rows={data.eval_rows} leaves none of the {len(prompts)} prompts to train on; lower it or give "
+            "data.eval_prompts"
+        )
+    cut = len(prompts) - data.eval_rows
+    return prompts[:cut], prompts[cut:], dropped

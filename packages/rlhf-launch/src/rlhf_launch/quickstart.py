@@ -1,0 +1,145 @@
+"""The main job on one machine, from nothing: a small model, some supervised training, then GRPO on the full stack."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rlhf_algos.config_files import load_config
+from rlhf_algos.engine import TorchEngine
+from rlhf_algos.sft import SFTConfig, sft
+from rlhf_core import EngineConfig, Loss, OptimizerConfig
+
+from rlhf_launch.arithmetic import (
+    Problem,
+    character_tokenizer,
+    make_model,
+    make_problems,
+    supervised_batch,
+    write_problems,
+)
+from rlhf_launch.assemble import run_online
+from rlhf_launch.config import RunConfig
+from rlhf_launch.report import Evaluation
+
+SFT_STEPS = 600
+SFT_BATCH = 128
+HELD_OUT = 500
+SETTINGS: dict[str, Any] = {
+    "steps": 100,
+    "reward": {"function": "rlhf_launch.arithmetic:exact_sum"},
+    "rollout": {
+        "samples_per_prompt": 16,
+        "max_num_seqs": 512,
+        "sampling": {"max_tokens": 5},
+    },
+    "train": {
+        "ranks": 2,
+        "prompts_per_step": 32,
+        "optimizer": {"learning_rate": 3e-5},
+    },
+}
+
+
+def run_quickstart(
+    folder: Path, *, seed: int = 0, overrides: Sequence[str] = (), console: Console | None = None
+) -> dict[str, float]:
+    """Run the quickstart in `folder` (emptied first).
+
+    Returns held-out accuracy `before` and `after` GRPO, and the `seconds` that everything took.
+    """
+    begin = time.perf_counter()
+    console = console or Console(highlight=False)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    problems, held_out = make_problems(digits=2, held_out=HELD_OUT, seed=seed)
+    config = write_config(folder, problems, held_out, seed=seed, overrides=overrides)
+    parameters = make_model(folder / "random", seed=seed)
+    console.print(f"[bold]1[/] supervised warm-up of a {parameters / 1e6:.2f} M parameter Qwen2 on two-digit sums")
+    warm_up(folder / "random", folder / "warmed-up", problems, seed=seed, console=console)
+    warm_up_seconds = time.perf_counter() - begin
+    console.print(f"  {SFT_STEPS} steps of {SFT_BATCH} rows, {warm_up_seconds:.0f} s")
+    console.print("[bold]2[/] GRPO with a verifiable reward; the parts:")
+    run = run_online(config, console=console)
+    before, after = run.reporter.evaluations[0], run.reporter.evaluations[-1]
+    seconds = time.perf_counter() - begin
+    show_samples(console, after)
+    show_seconds(console, {"warm-up": warm_up_seconds} | run.reporter.totals, seconds)
+    accuracy = {"before": before.metrics["eval/reward"], "after": after.metrics["eval/reward"]}
+    console.print(
+        f"[bold]held-out accuracy {accuracy['before']:.1%} -> {accuracy['after']:.1%}[/] "
+        f"({len(held_out)} sums, greedy) in {seconds:.0f} s"
+    )
+    console.print(
+        f"model, metrics.jsonl, TensorBoard files and plot.png are in {config.output_dir}", soft_wrap=True
+    )
+    return accuracy | {"seconds": seconds}
+
+
+def write_config(
+    folder: Path, problems: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, overrides: Sequence[str]
+) -> RunConfig:
+    """Write data and `quickstart.yaml` (an ordinary configuration for `rlhf train`), and read it back."""
+    paths = {
+        "model": {"policy": str(folder / "warmed-up")},
+        "data": {
+            "prompts": str(write_problems(problems, folder / "train.jsonl")),
+            "eval_prompts": str(write_problems(held_out, folder / "held-out.jsonl")),
+            "max_prompt_tokens": 8,
+        },
+        "output_dir": str(folder / "run"),
+        "seed": seed,
+    }
+    path = folder / "quickstart.yaml"
+    path.write_text(yaml.safe_dump(SETTINGS | paths, sort_keys=False), encoding="utf-8")
+    return load_config(RunConfig, path, overrides)
+
+
+def warm_up(start: Path, target: Path, problems: Sequence[Problem], *, seed: int, console: Console) -> None:
+    """A few hundred supervised steps on random batches, with the single-process engine of rlhf-algos."""
+    optimizer = OptimizerConfig(
+        learning_rate=2e-3, schedule="cosine", warmup_steps=30, total_steps=SFT_STEPS, min_learning_rate_ratio=0.1
+    )
+    engine = TorchEngine(EngineConfig(model=str(start), optimizer=optimizer, seed=seed))
+    tokenizer = character_tokenizer()
+    draw = random.Random(seed)
+    loss = Loss(function=sft, config=SFTConfig())
+    for _ in track(range(SFT_STEPS), description="  warm-up", console=console, transient=True):
+        engine.step(supervised_batch(draw.sample(list(problems), SFT_BATCH), tokenizer), loss)
+    target.mkdir()
+    engine.export(target)
+    tokenizer.save_pretrained(target)
+    engine.close()
+
+
+def show_samples(console: Console, evaluation: Evaluation, *, count: int = 5) -> None:
+    """The first few held-out prompts with the trained policy's answers."""
+    tokenizer = character_tokenizer()
+    table = Table(title="held-out sums after training", title_justify="left", box=None)
+    for column in ("prompt", "answer", "right", ""):
+        table.add_column(column)
+    for trajectory, score in list(zip(evaluation.trajectories, evaluation.scores, strict=True))[:count]:
+        given = tokenizer.decode(list(trajectory.response_token_ids), skip_special_tokens=True)
+        right = str(trajectory.metadata["answer"])
+        table.add_row(trajectory.metadata["prompt"], given, right, "yes" if score.value == 1 else "no")
+    console.print(table)
+
+
+def show_seconds(console: Console, seconds: Mapping[str, float], total: float) -> None:
+    """Where the time went."""
+    phases = {name: value for name, value in seconds.items() if name != "step"}
+    phases["start-up and the rest"] = total - sum(phases.values())
+    table = Table(title="where the time went", title_justify="left", box=None)
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    for name, value in phases.items():
+        table.add_row(name, f"{value:.1f}")
+    console.print(table)

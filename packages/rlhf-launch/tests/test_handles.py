@@ -1,0 +1,84 @@
+import asyncio
+import threading
+
+import pytest
+
+from rlhf_core import DeadlineExceeded
+from rlhf_launch.handles import LocalHandle, gather
+
+
+class Worker:
+    def __init__(self):
+        self.thread = threading.current_thread().name
+        self.gate = asyncio.Event()
+        self.closed = 0
+
+    def where(self):
+        return self.thread, threading.current_thread().name
+
+    def fail(self):
+        raise KeyError("the first cause")
+
+    def hang(self, event):
+        event.wait(5)
+
+    async def wait_for_gate(self):
+        await self.gate.wait()
+        return "through"
+
+    async def open_gate(self):
+        self.gate.set()
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def handle():
+    handle = LocalHandle("worker", Worker)
+    yield handle
+    handle.close()
+
+
+def test_the_worker_lives_on_its_own_thread(handle):
+    assert handle.call("where").result(5) == ("worker", "worker")
+
+
+def test_coroutines_of_one_worker_interleave(handle):
+    waiting = handle.call("wait_for_gate")
+    handle.call("open_gate").result(5)
+    assert waiting.result(5) == "through"
+
+
+def test_a_failing_constructor_shows_in_ready_and_in_calls():
+    def broken():
+        raise ValueError("no such model")
+
+    handle = LocalHandle("worker", broken)
+    with pytest.raises(ValueError, match="no such model"):
+        handle.ready().result(5)
+    with pytest.raises(ValueError, match="no such model"):
+        handle.call("where").result(5)
+    handle.close()
+
+
+def test_the_first_failure_is_raised_without_waiting_for_the_rest(handle):
+    other = LocalHandle("other", Worker)
+    event = threading.Event()
+    futures = [other.call("hang", event), handle.call("fail")]
+    with pytest.raises(KeyError, match="the first cause"):
+        gather(futures, what="two calls", timeout_s=30)
+    event.set()
+    other.close()
+
+
+def test_a_deadline_names_what_was_awaited(handle):
+    event = threading.Event()
+    with pytest.raises(DeadlineExceeded, match="the worker to wake up; 0 of 1"):
+        gather([handle.call("hang", event)], what="the worker to wake up", timeout_s=0.05)
+    event.set()
+
+
+def test_close_twice(handle):
+    handle.close()
+    handle.close()

@@ -1,0 +1,52 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core import Batch, ModelOutputs
+from rlhf_launch.handles import LocalHandle
+from rlhf_launch.train_group import TrainGroup, deal_units
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60),
+    rows_per_unit=st.sampled_from([1, 2]),
+    ranks=st.integers(1, 5),
+)
+def test_every_unit_is_dealt_once_and_no_rank_is_without_work(lengths, rows_per_unit, ranks):
+    lengths = lengths * rows_per_unit * ranks  # a whole number of units, at least one per rank
+    units = len(lengths) // rows_per_unit
+    dealt = deal_units(lengths, rows_per_unit=rows_per_unit, ranks=ranks)
+    assert sorted(unit for part in dealt for unit in part) == list(range(units))
+    sizes = [len(part) for part in dealt]
+    assert min(sizes) >= 1
+    assert max(sizes) <= -(-units // ranks)
+
+
+def test_long_rows_are_spread():
+    dealt = deal_units([100, 100, 1, 1], rows_per_unit=1, ranks=2)
+    assert [sum([100, 100, 1, 1][unit] for unit in part) for part in dealt] == [101, 101]
+
+
+class EchoRank:
+    """Scores every token with its own id, so that misplaced rows show."""
+
+    def score(self, batch, outputs):
+        ids = batch.token_ids.float()
+        return ModelOutputs(log_probs=ids * batch.response_mask, scores=ids[:, 0])
+
+    def close(self):
+        pass
+
+
+def test_scores_come_back_in_the_order_of_the_rows():
+    lengths = torch.tensor([3, 7, 2, 5, 4])
+    attention_mask = torch.arange(7) < lengths[:, None]
+    token_ids = torch.arange(1, 36).view(5, 7) * attention_mask
+    response_mask = attention_mask.clone()
+    response_mask[:, 0] = False
+    batch = Batch(token_ids=token_ids, attention_mask=attention_mask, response_mask=response_mask)
+    group = TrainGroup("policy", [LocalHandle(f"rank-{i}", EchoRank) for i in range(3)], timeout_s=10)
+    outputs = group.score(batch)
+    group.close()
+    assert torch.equal(outputs.log_probs, token_ids.float() * response_mask)
+    assert torch.equal(outputs.scores, token_ids[:, 0].float())
