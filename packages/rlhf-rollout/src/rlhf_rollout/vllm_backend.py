@@ -2,7 +2,7 @@
 
 One vLLM engine runs in this process, on a thread of its own (`vllm_loop`). With `tensor_parallel_size` above 1
 its workers are processes, otherwise the whole engine is in this one. Every `generate` call is one vLLM request
-for all `n` samples, so the prompt is computed once and vLLM batches across calls.
+for all `n` samples: vLLM batches across calls, and the samples share the prompt's computation (whole cache blocks).
 
 A weight update takes place between two steps. Requests that run on across it are computed again from their tokens
 under the new weights, so that the log-prob of every token is exactly that of the weights whose version it carries.
@@ -33,7 +33,13 @@ from rlhf_core import (
 )
 
 from rlhf_rollout.vllm_loop import EngineLoop
-from rlhf_rollout.vllm_options import build_engine, engine_arguments, prepare_process, shut_down_engine
+from rlhf_rollout.vllm_options import (
+    build_engine,
+    engine_arguments,
+    prepare_process,
+    process_environment,
+    shut_down_engine,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -56,6 +62,8 @@ class VLLMBackend:
             that vLLM refuses.
         EngineDiedError: the engine did not start; and, by every call, after it has failed. Names the first cause.
     """
+
+    process_environment = staticmethod(process_environment)
 
     def __init__(self, config: RolloutConfig) -> None:
         prepare_process(config)

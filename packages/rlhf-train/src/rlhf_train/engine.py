@@ -24,6 +24,7 @@ from rlhf_core.accumulation import Accumulated
 from torch import Tensor
 
 from rlhf_train.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
+from rlhf_train.environment import process_environment
 from rlhf_train.gradients import build_optimizer, drop_gradients, set_learning_rate, unsharded_gradient_norm
 from rlhf_train.models import load_model
 from rlhf_train.offload import move_engine
@@ -48,6 +49,8 @@ class DeepSpeedEngine:
     Raises:
         ConfigError: an unknown option (see ZeroConfig), settings that exclude each other, or no such model.
     """
+
+    process_environment = staticmethod(process_environment)
 
     def __init__(self, config: EngineConfig) -> None:
         zero = ZeroConfig.from_options(config.options)
