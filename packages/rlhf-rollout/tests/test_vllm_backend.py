@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rlhf_core import (
     CapabilityError,
     ConfigError,
+    DeadlineExceeded,
     EngineDiedError,
     GenerationRequest,
     GenerationResult,
@@ -212,6 +214,13 @@ def test_requests_held_by_a_failed_sync_fail_as_stale(backend: VLLMBackend, trai
     asyncio.run(held())
 
 
+def test_a_link_without_a_sender_is_given_up_at_its_deadline(backend: VLLMBackend) -> None:
+    link = Link(kind="gloo", address="127.0.0.1:1", receivers=1, timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:1"):
+        asyncio.run(backend.connect(link, 0))
+    assert generate(backend, request()).samples[0].length > 0
+
+
 def test_a_link_of_a_kind_it_cannot_join_is_refused(backend: VLLMBackend) -> None:
     link = Link(kind="nccl", address="127.0.0.1:1", receivers=1, timeout_s=1)
     with pytest.raises(CapabilityError, match="use one of gloo, local"):
@@ -273,6 +282,29 @@ def test_without_tokenizer_and_connection(no_tokenizer_path: str) -> None:
     with pytest.raises(WeightSyncError, match="not connected"):
         asyncio.run(backend.receive_weights(trainer.manifest(1)))
     backend.close()
+
+
+def test_samples_share_the_computation_of_their_prompt(backend: VLLMBackend) -> None:
+    """Of a prompt of 230 tokens, 7 blocks of 32 are computed once, the other 6 tokens for each of the samples."""
+    prompt = tuple(5 + i % 400 for i in range(230))
+    asked = replace(request(1, n=4), prompt_token_ids=prompt)
+    computed: list[int] = []
+
+    def count(engine: Any) -> None:
+        scheduler = engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def counted(*args: object, **options: object) -> Any:
+            plan = schedule(*args, **options)
+            computed.append(plan.total_num_scheduled_tokens)
+            return plan
+
+        scheduler.schedule = counted
+
+    asyncio.run(backend._call(count))
+    generate(backend, asked)
+    asyncio.run(backend._call(lambda engine: vars(engine.engine_core.engine_core.scheduler).pop("schedule")))
+    assert sum(computed) == 230 + 3 * (230 - 7 * 32)
 
 
 def test_a_cancelled_request_leaves_the_engine(backend: VLLMBackend) -> None:

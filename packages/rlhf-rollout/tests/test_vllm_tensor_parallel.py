@@ -1,0 +1,60 @@
+"""Two tensor-parallel workers: both receive full weights, both answer after a failed sync, neither is trusted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_core import GenerationRequest, RolloutConfig, SamplingConfig, StaleWeightsError, WeightSyncError
+from rlhf_core.testing.tiny import save_tiny_model
+from rlhf_core.testing.weight_sync import Trainer, broken_sync, sync
+from rlhf_rollout.vllm_backend import VLLMBackend
+
+pytestmark = pytest.mark.stack
+
+REQUEST = GenerationRequest(
+    request_id="r", prompt_token_ids=tuple(range(10, 40)), sampling=SamplingConfig(max_tokens=24), n=4, seed=1
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny_model(path, hidden_size=128, tokenizer=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def backend(model_path: Path) -> Iterator[VLLMBackend]:
+    config = RolloutConfig(model=str(model_path), max_model_len=128, max_num_seqs=8, tensor_parallel_size=2)
+    backend = VLLMBackend(config)
+    yield backend
+    backend.close()
+
+
+def gap(backend: VLLMBackend, trainer: Trainer) -> float:
+    samples = asyncio.run(backend.generate(REQUEST)).samples
+    return max(float((trainer.log_probs(REQUEST, s) - torch.tensor(s.log_probs)).abs().max()) for s in samples)
+
+
+def test_sharded_workers_sync_fail_and_sync_again(backend: VLLMBackend, model_path: Path) -> None:
+    trainer = Trainer(str(model_path))
+    assert backend.capabilities.receivers == 2
+    assert backend.capabilities.transports == {"gloo"}
+    assert gap(backend, trainer) < 1e-4
+    trainer.perturb()
+    assert gap(backend, trainer) > 0.1
+    asyncio.run(sync(backend, trainer))
+    assert gap(backend, trainer) < 1e-4
+    for fault in ("missing name", "unknown name", "sender closes"):
+        with pytest.raises(WeightSyncError):
+            asyncio.run(broken_sync(backend, trainer, fault))
+        with pytest.raises(StaleWeightsError):
+            asyncio.run(backend.generate(REQUEST))
+    trainer.perturb()
+    asyncio.run(sync(backend, trainer))
+    assert gap(backend, trainer) < 1e-4
+    assert backend.weight_version == 2
