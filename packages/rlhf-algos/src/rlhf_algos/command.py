@@ -23,10 +23,12 @@ app = typer.Typer(
 _SUMMARIES = {
     "dpo": "Direct preference optimisation and its relatives, from pairs (prompt, chosen, rejected).",
     "kto": "KTO, from single answers marked good or bad (prompt, completion, label), or from pairs.",
+    "simpo": "SimPO: preference pairs without a reference model.",
+    "cpo": "CPO: preference pairs without a reference model, with behaviour cloning.",
+    "orpo": "ORPO: preference pairs without a reference model, with an odds ratio.",
     "sft": "Supervised fine-tuning on conversations, prompt and completion, or text.",
     "rm": "A reward model from preference pairs.",
     "prm": "A process reward model from answers with labelled steps.",
-    "distill": "Distillation from a teacher model.",
 }
 
 
@@ -97,7 +99,8 @@ class _Bar:
         """See `offline.Event`."""
         if kind == "plan":
             self._progress.console.print(
-                f"{values['examples']} examples, {values['truncated']} truncated, {values['dropped']} dropped as too long"
+                f"{values['examples']} examples, {values['truncated']} truncated, {values['dropped']} dropped "
+                "as too long"
             )
             self._progress.update(self._task, description="training", total=int(values["total"]), completed=step)
             return

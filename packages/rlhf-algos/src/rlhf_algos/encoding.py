@@ -62,8 +62,9 @@ def problem_of_text(value: object) -> str | None:
 class Encoder:
     """A tokenizer with our conventions for end of text, prompts and chat templates."""
 
-    def __init__(self, tokenizer: Any, *, prompt_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, prompt_template: str | None = None, step_separator: str = "\n") -> None:
         self.tokenizer = tokenizer
+        self._separator = step_separator
         self._template = prompt_template
         if prompt_template is not None and "{}" not in prompt_template:
             raise ConfigError(f"prompt_template {prompt_template!r} has no '{{}}' for the prompt to stand in")
@@ -78,6 +79,20 @@ class Encoder:
         if isinstance(prompt, str):
             return self._text(self._fill(prompt))
         return self._chat(prompt, add_generation_prompt=True)
+
+    @property
+    def end_token_id(self) -> int:
+        """End of text; the padding token where the tokenizer has none."""
+        end = self.tokenizer.eos_token_id
+        return self.pad_token_id if end is None else end
+
+    def step(self, text: str) -> list[int]:
+        """One step of a reasoning and its separator, at whose last token the value is read."""
+        return [
+            token
+            for part in (text, self._separator)
+            for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]
+        ]
 
     def answers(self, prompt: Text, answers: Sequence[Text], place: str) -> list[TokenRow]:
         """`prompt` followed by each of `answers`; the answer's tokens count.
@@ -194,6 +209,7 @@ def load_encoder(
     *,
     chat_template: str | None = None,
     prompt_template: str | None = None,
+    step_separator: str = "\n",
     trust_remote_code: bool = False,
 ) -> Encoder:
     """The tokenizer of a model directory or hub name.
@@ -215,4 +231,4 @@ def load_encoder(
         if not Path(chat_template).is_file():
             raise ConfigError(f"chat_template: file {chat_template!r} does not exist")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Encoder(tokenizer, prompt_template=prompt_template)
+    return Encoder(tokenizer, prompt_template=prompt_template, step_separator=step_separator)

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_core import DataError
 
 from rlhf_algos.data import Row
-from rlhf_algos.encoding import Encoder, Text, is_conversation, problem_of_text
+from rlhf_algos.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
 from rlhf_algos.examples import Example
 
 
@@ -63,6 +63,32 @@ def supervised_examples(row: Row, encoder: Encoder) -> list[Example]:
     if not isinstance(text, str):
         raise DataError(f"{row.place}: text must be text, found {type(text).__name__}")
     return [Example(name=row.place, rows=(encoder.whole_text(text),))]
+
+
+def step_examples(row: Row, encoder: Encoder) -> list[Example]:
+    """`prompt`, `completions` (the steps), `labels` (one per step, true, false or a probability).
+
+    Each step is closed by the separator; its value is the head's output there, so the token after it is the
+    counted one. The column `step_labels` has the label in that place.
+    """
+    steps, labels = _column(row, "completions"), numbers(row, "labels")
+    if isinstance(steps, str) or not steps or not all(isinstance(step, str) for step in steps):
+        raise DataError(f"{row.place}: completions must be a list of texts, one per step")
+    if len(steps) != len(labels):
+        raise DataError(f"{row.place}: {len(steps)} completions but {len(labels)} labels; give one label per step")
+    if any(not 0 <= label <= 1 for label in labels):
+        raise DataError(f"{row.place}: labels must lie between 0 and 1, found {labels}")
+    tokens = encoder.prompt(_text(row, "prompt"))
+    values = [0.0] * len(tokens)
+    mask = [False] * len(tokens)
+    for step, label in zip(steps, [None, *labels[:-1]], strict=True):
+        piece = encoder.step(step)
+        tokens += piece
+        mask += [label is not None, *[False] * (len(piece) - 1)]
+        values += [label or 0.0, *[0.0] * (len(piece) - 1)]
+    row_tokens = TokenRow(token_ids=(*tokens, encoder.end_token_id), response_mask=(*mask, True))
+    columns = {"step_labels": ((*values, labels[-1]),)}
+    return [Example(name=row.place, rows=(row_tokens,), token_columns=columns)]
 
 
 def split_pair(row: Row) -> tuple[Text, Text, Text]:

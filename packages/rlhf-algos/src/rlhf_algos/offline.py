@@ -67,6 +67,9 @@ def train(config: OfflineConfig, *, on_event: Event | None = None) -> TrainResul
     if config.offline_method.needs_reference(config.loss):
         data = add_reference(data, config, ranks)
     engine = TorchEngine(config.engine(total))
+    if engine.model.config.pad_token_id is None:
+        # Transformers' sequence classifiers find a row's last token by it.
+        engine.model.config.pad_token_id = data.encoder.pad_token_id
     state = (load_checkpoint(checkpoints, engine) if config.resume else None) or RunState()
     run = _Run(config=config, data=data, engine=engine, ranks=ranks, state=state, on_event=on_event)
     try:

@@ -124,6 +124,8 @@ class OfflineConfig:
     """A Jinja file that replaces the tokenizer's chat template."""
     prompt_template: str | None = None
     """Text with `{}` in it, into which plain-text prompts are put."""
+    step_separator: str = "\n"
+    """Text that closes each step for `prm`; a special token of the tokenizer if it has one for that."""
     limit: LengthLimit = field(default_factory=LengthLimit)
     batch_size: int = 8
     """Examples per optimizer step, over all ranks."""

@@ -54,6 +54,7 @@ def load_data(config: OfflineConfig) -> OfflineData:
         config.tokenizer or config.model,
         chat_template=config.chat_template,
         prompt_template=config.prompt_template,
+        step_separator=config.step_separator,
         trust_remote_code=config.run.trust_remote_code,
     )
     reports: dict[str, EncodingReport] = {}

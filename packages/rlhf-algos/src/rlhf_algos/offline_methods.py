@@ -15,9 +15,17 @@ from torch import Tensor
 from rlhf_algos.encoding import TokenRow
 from rlhf_algos.examples import Encode, Example
 from rlhf_algos.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
-from rlhf_algos.method_rows import preference_examples, unpaired_examples
+from rlhf_algos.method_rows import (
+    preference_examples,
+    step_examples,
+    supervised_examples,
+    unpaired_examples,
+)
 from rlhf_algos.pair_losses import aot_partners
 from rlhf_algos.preference_losses import DPOConfig, dpo, with_sft_divisor
+from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.reward_losses import ProcessRewardConfig, RewardLossConfig, bradley_terry, process_reward
+from rlhf_algos.sft import SFTConfig, sft
 
 PARTNER = "partner_"
 """Prefix of the columns that belong to an example's partner."""
@@ -51,17 +59,23 @@ class Method:
     """Whether examples need another example's response to their own prompt."""
     prepare: Prepare = _nothing
     """See `Prepare`."""
+    outputs: tuple[str, ...] = ("log_probs",)
+    """Fields of ModelOutputs that the loss reads, unless its config says so itself."""
     best_metric: str = "loss"
     """Metric by which the best model is chosen unless another one is asked for."""
 
     def loss(self, config: Any) -> Loss:
         """The loss as the engine takes it."""
-        return Loss(function=self.function, config=config, outputs=tuple(config.outputs))
+        return Loss(function=self.function, config=config, outputs=tuple(getattr(config, "outputs", self.outputs)))
+
+
+def _prepare_pairs(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: Any) -> Batch:
+    wanted = getattr(config, "sft_coef", 0.0) and getattr(config, "sft_mean", "") == "token"
+    return with_sft_divisor(batch) if wanted else batch
 
 
 def _prepare_dpo(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: DPOConfig) -> Batch:
-    if config.sft_coef and config.sft_mean == "token":
-        batch = with_sft_divisor(batch)
+    batch = _prepare_pairs(batch, examples, scorer, config)
     if config.loss in ("aot", "aot_unpaired"):
         policy = scorer([row for example in examples for row in example.rows])
         reference = batch["ref_log_probs_sum"] if config.needs_reference else torch.zeros_like(policy)
@@ -91,6 +105,26 @@ METHODS: Mapping[str, Method] = {
         needs_reference=lambda config: True,
         needs_partners=lambda config: config.needs_kl_baseline,
         prepare=_prepare_kto,
+    ),
+    "simpo": Method(encode=preference_examples, function=simpo, config=SimPOConfig, prepare=_prepare_pairs),
+    "cpo": Method(encode=preference_examples, function=cpo, config=CPOConfig, prepare=_prepare_pairs),
+    "orpo": Method(encode=preference_examples, function=orpo, config=ORPOConfig, prepare=_prepare_pairs),
+    "sft": Method(encode=supervised_examples, function=sft, config=SFTConfig),
+    "rm": Method(
+        encode=preference_examples,
+        function=bradley_terry,
+        config=RewardLossConfig,
+        role="reward",
+        outputs=("scores",),
+        best_metric="accuracy",
+    ),
+    "prm": Method(
+        encode=step_examples,
+        function=process_reward,
+        config=ProcessRewardConfig,
+        role="reward",
+        outputs=("values",),
+        best_metric="step_accuracy",
     ),
 }
 """Name to method."""
