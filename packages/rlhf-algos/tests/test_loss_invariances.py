@@ -62,11 +62,11 @@ PAIRS = {
     "cpo": make(cpo, CPOConfig(sft_mean="token")),
     "cpo_ipo": make(cpo, CPOConfig(loss="ipo")),
     "orpo": make(orpo, ORPOConfig()),
-    "bradley_terry": make(bradley_terry, RewardLossConfig(center_coef=0.1), ("scores",)),
-    "log_exp": make(bradley_terry, RewardLossConfig(loss="log_exp"), ("scores",)),
+    "bradley_terry": make(bradley_terry, RewardLossConfig(center_coef=0.1)),
+    "log_exp": make(bradley_terry, RewardLossConfig(loss="log_exp")),
 }
 ROWS = {
-    "value": make(value_clip, ValueLossConfig(), ("values",)),
+    "value": make(value_clip, ValueLossConfig()),
     "value_rows": make(
         value_clip, ValueLossConfig(clip_range=None, aggregation="seq_mean_token_mean"), ("values",)
     ),
@@ -74,8 +74,8 @@ ROWS = {
     "kto_zero": make(kto, KTOConfig(loss="apo_zero")),
     "sft": make(sft, SFTConfig()),
     "dft": make(sft, SFTConfig(loss="dft", aggregation="seq_mean_token_mean")),
-    "process": make(process_reward, ProcessRewardConfig(), ("values",)),
-    "outcome": make(process_reward, ProcessRewardConfig(supervision="outcome"), ("values",)),
+    "process": make(process_reward, ProcessRewardConfig()),
+    "outcome": make(process_reward, ProcessRewardConfig(supervision="outcome")),
     "on_policy_kd": make(on_policy_distillation, OnPolicyDistillationConfig(clip_range=0.2)),
 }
 LOSSES = {**POLICY, **PAIRS, **ROWS}

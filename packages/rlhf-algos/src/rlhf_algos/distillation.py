@@ -114,6 +114,11 @@ class OnPolicyDistillationConfig:
         if self.log_ratio_limit <= 0 or (self.clip_range is not None and self.clip_range < 0):
             raise ConfigError(f"on-policy distillation: limits must be positive, got {self}")
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("log_probs",)
+
 
 def on_policy_distillation(outputs: ModelOutputs, batch: Batch, config: OnPolicyDistillationConfig) -> LossTerms:
     """Reverse KL on the student's own samples, by policy gradient with the token's own KL as its cost.
@@ -145,7 +150,11 @@ def _divergence(student: Tensor, teacher: Tensor, config: DivergenceConfig) -> T
         return _kl(teacher, student)
     if config.divergence == "reverse_kl":
         return _kl(student, teacher)
+    # An outcome that both exclude would have the gradient NaN.
+    impossible = student.isneginf() & teacher.isneginf()
+    student, teacher = student.masked_fill(impossible, 0), teacher.masked_fill(impossible, 0)
     mixture = torch.logaddexp(student + math.log1p(-config.beta), teacher + math.log(config.beta))
+    mixture = mixture.masked_fill(impossible, 0)
     return config.beta * _kl(teacher, mixture) + (1 - config.beta) * _kl(student, mixture)
 
 

@@ -80,6 +80,11 @@ class DPOConfig:
         return ("log_probs", "aux_loss") if self.aux_loss_coef else ("log_probs",)
 
     @property
+    def needs_sft_divisor(self) -> bool:
+        """True if the batch must have the column of `with_sft_divisor`."""
+        return bool(self.sft_coef) and self.sft_mean == "token"
+
+    @property
     def needs_reference(self) -> bool:
         """True if the batch must have the column `ref_log_probs_sum`."""
         return not self.reference_free

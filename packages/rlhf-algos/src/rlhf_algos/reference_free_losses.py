@@ -37,6 +37,16 @@ class SimPOConfig:
     def __post_init__(self) -> None:
         _check(self.beta, self.label_smoothing)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("log_probs",)
+
+    @property
+    def needs_sft_divisor(self) -> bool:
+        """True if the batch must have the column of `with_sft_divisor`."""
+        return bool(self.sft_coef) and self.sft_mean == "token"
+
 
 def simpo(outputs: ModelOutputs, batch: Batch, config: SimPOConfig) -> LossTerms:
     """SimPO (Meng et al. 2024, eq. 6): -log sigmoid(beta (m_chosen - m_rejected) - gamma), a mean over pairs.
@@ -73,6 +83,16 @@ class CPOConfig:
         if self.loss not in get_args(CPOLoss):
             raise ConfigError(f"cpo: loss {self.loss!r} is unknown; write one of {', '.join(get_args(CPOLoss))}")
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("log_probs",)
+
+    @property
+    def needs_sft_divisor(self) -> bool:
+        """True if the batch must have the column of `with_sft_divisor`."""
+        return bool(self.sft_coef) and self.sft_mean == "token"
+
 
 def cpo(outputs: ModelOutputs, batch: Batch, config: CPOConfig) -> LossTerms:
     """CPO (Xu et al. 2024, eq. 3): DPO with a uniform reference plus behaviour cloning, a mean over pairs."""
@@ -95,6 +115,16 @@ class ORPOConfig:
 
     def __post_init__(self) -> None:
         _check(self.beta, 0.0)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("log_probs",)
+
+    @property
+    def needs_sft_divisor(self) -> bool:
+        """True if the batch must have the column of `with_sft_divisor`."""
+        return self.sft_mean == "token"
 
 
 def orpo(outputs: ModelOutputs, batch: Batch, config: ORPOConfig) -> LossTerms:

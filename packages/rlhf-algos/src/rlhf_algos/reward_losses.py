@@ -35,6 +35,11 @@ class RewardLossConfig:
                 f"reward loss: {self.loss!r} is unknown; write one of {', '.join(get_args(RewardLoss))}"
             )
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("scores",)
+
 
 def bradley_terry(outputs: ModelOutputs, batch: Batch, config: RewardLossConfig) -> LossTerms:
     """Bradley-Terry with margin (Touvron et al. 2023, eq. 2), a mean over pairs.
@@ -71,6 +76,11 @@ class ProcessRewardConfig:
     def __post_init__(self) -> None:
         if self.supervision not in ("process", "outcome"):
             raise ConfigError(f"process reward: supervision {self.supervision!r}; write 'process' or 'outcome'")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("values",)
 
 
 def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardConfig) -> LossTerms:

@@ -28,6 +28,11 @@ class ValueLossConfig:
         if self.clip_range is not None and self.clip_range <= 0:
             raise ConfigError(f"value loss: clip_range must be positive or None, got {self.clip_range}")
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("values",)
+
 
 def value_clip(outputs: ModelOutputs, batch: Batch, config: ValueLossConfig) -> LossTerms:
     """Half the larger of the squared errors of the value and of the clipped value, per token.

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from rlhf_algos.policy_losses import PolicyLossConfig, ppo_clip
+from rlhf_algos.ptx import mix_pretraining
+from rlhf_core import Batch, ConfigError, Loss, ModelOutputs, accumulate
+
+
+def rows(mask, **columns):
+    mask = torch.tensor(mask).bool()
+    return Batch(
+        token_ids=torch.ones(mask.shape, dtype=torch.long),
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        columns=columns,
+    )
+
+
+def mixed(config):
+    policy = rows(
+        [[0, 1, 1], [0, 1, 0]],
+        advantages=torch.tensor([1.0, -1.0]),
+        old_log_probs=torch.full((2, 3), -1.0),
+        importance_weights=torch.full((2, 3), 2.0),
+    )
+    pretraining = rows([[0, 1, 1, 1], [0, 0, 0, 1]], labels=torch.zeros(2))
+    return mix_pretraining(policy, pretraining, 0.5, config)
+
+
+def forward(batch, fields):
+    log_probs = torch.full(batch.token_ids.shape, -1.0).masked_fill(~batch.response_mask, 0).requires_grad_()
+    entropy = torch.ones(batch.token_ids.shape) if "entropy" in fields else None
+    return ModelOutputs(log_probs=log_probs, entropy=entropy)
+
+
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+@pytest.mark.parametrize("max_tokens", [4, 100])
+def test_policy_mean_plus_coef_times_token_mean(how, max_tokens):
+    config = PolicyLossConfig(aggregation=how)
+    result = accumulate(
+        mixed(config),
+        Loss(function=ppo_clip, config=config),
+        forward=forward,
+        backward=lambda loss, last: None,
+        max_tokens=max_tokens,
+    )
+    policy = {"token_mean": -2 / 3, "seq_mean_token_mean": 0.0, "seq_mean_token_sum": -1.0}[how]
+    assert result.loss == pytest.approx(policy + 0.5 * 1.0)
+    assert result.metrics["ptx_loss"].value == pytest.approx(1.0)
+    assert result.metrics["ratio"].value == pytest.approx(1.0)
+    assert result.metrics["ratio"].weight == 3
+
+
+def test_widths_names_and_columns():
+    batch = mixed(PolicyLossConfig())
+    assert batch.token_ids.shape == (4, 4)
+    assert set(batch.columns) == {"advantages", "old_log_probs", "importance_weights", "ptx_coef"}
+    assert batch["ptx_coef"].tolist() == pytest.approx([0, 0, 0.5 * 3 / 4, 0.5 * 3 / 4])
+
+
+def test_pairs_are_refused():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    pairs = Batch(
+        token_ids=torch.ones(2, 2, dtype=torch.long), attention_mask=mask, response_mask=mask, rows_per_unit=2
+    )
+    with pytest.raises(ConfigError, match="single rows"):
+        mix_pretraining(pairs, pairs, 0.1, PolicyLossConfig())
