@@ -1,0 +1,70 @@
+"""Requests, sampling settings and configs refuse values that mean nothing."""
+
+import pytest
+from rlhf_core import (
+    ConfigError,
+    GenerationRequest,
+    LogProbMeaning,
+    OptimizerConfig,
+    RolloutConfig,
+    Sample,
+    SamplingConfig,
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0},
+        {"min_tokens": -1},
+        {"min_tokens": 9},
+        {"temperature": -0.1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"min_p": -0.1},
+    ],
+    ids=str,
+)
+def test_sampling(fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} must"):
+        SamplingConfig(**{"max_tokens": 8, **fields})
+
+
+def test_log_probs_say_what_they_mean():
+    assert SamplingConfig(max_tokens=1, temperature=0.7, top_k=5).meaning == LogProbMeaning(
+        temperature=0.7, top_k=5
+    )
+    assert SamplingConfig(max_tokens=1, temperature=0.0).meaning.temperature == 1.0, "greedy: at temperature 1"
+    assert not SamplingConfig(max_tokens=1, temperature=0.7).meaning.truncated
+    for truncation in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
+        assert SamplingConfig(max_tokens=1, **truncation).meaning.truncated
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"prompt_token_ids": ()}, "empty prompt"), ({"n": 0}, "n=0 samples")]
+)
+def test_requests(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        GenerationRequest(
+            **{"request_id": "r", "prompt_token_ids": (1,), "sampling": SamplingConfig(max_tokens=1), **fields}
+        )
+
+
+def test_a_sample_has_one_log_prob_and_version_per_token():
+    with pytest.raises(ValueError, match="2 tokens, 1 log-probs, 2 versions"):
+        Sample(token_ids=(1, 2), log_probs=(-0.1,), weight_versions=(0, 0), finish_reason="stop")
+
+
+@pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "tensor_parallel_size"])
+def test_rollout_config(field):
+    with pytest.raises(ConfigError, match=f"{field} must be at least 1, got 0"):
+        RolloutConfig(model="m", **{field: 0})
+
+
+def test_optimizer_config():
+    with pytest.raises(ConfigError, match="learning_rate"):
+        OptimizerConfig(learning_rate=-1.0)
+    with pytest.raises(ConfigError, match="total_steps > warmup_steps"):
+        OptimizerConfig(schedule="cosine", warmup_steps=10, total_steps=10)

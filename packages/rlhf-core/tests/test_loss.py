@@ -1,0 +1,47 @@
+"""The loss contract: weights without a model, metrics that add up, pickling."""
+
+import pickle
+
+import pytest
+import torch
+from rlhf_core import Loss, Mean, mean_of, merge_metrics
+from rlhf_core.loss import zero_outputs
+from rlhf_core.testing.engine import rows, supervised_loss
+
+
+def test_the_weight_is_known_without_a_model():
+    batch = rows()
+    assert Loss(function=supervised_loss).weight(batch) == batch.response_mask.sum().item()
+
+
+def test_zero_outputs_have_the_shapes_of_real_ones():
+    batch = rows()
+    outputs = zero_outputs(batch, ("log_probs", "values", "scores", "aux_loss"))
+    assert outputs.log_probs.shape == outputs.values.shape == batch.token_ids.shape
+    assert outputs.scores.shape == (batch.rows,)
+    assert outputs.aux_loss.shape == ()
+    assert outputs.entropy is None
+
+
+def test_a_loss_survives_pickling():
+    loss = pickle.loads(pickle.dumps(Loss(function=supervised_loss, config=None, outputs=("log_probs",))))
+    assert loss.weight(rows()) > 0
+
+
+def test_means_add_up_whatever_the_parts():
+    values, mask = torch.arange(6.0), torch.tensor([1, 0, 1, 1, 1, 0]).bool()
+    whole = mean_of(values, mask)
+    parts = [{"x": mean_of(values[:2], mask[:2])}, {"x": mean_of(values[2:], mask[2:]), "y": mean_of(values)}]
+    merged = merge_metrics(parts)
+    assert merged["x"] == whole == Mean(total=9.0, weight=4.0)
+    assert merged["y"].value == 2.5
+    assert Mean(total=0.0, weight=0.0).value == 0.0
+
+
+def test_masked_metrics_ignore_nan_off_the_mask():
+    assert mean_of(torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).value == 1.0
+
+
+def test_supervised_loss_needs_log_probs():
+    with pytest.raises(ValueError, match="log_probs"):
+        supervised_loss(zero_outputs(rows(), ("values",)), rows(), None)
