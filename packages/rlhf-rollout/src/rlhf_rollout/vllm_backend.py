@@ -183,6 +183,12 @@ class VLLMBackend:
         buckets = len(manifest.buckets())
         timeout_s = (self._link.timeout_s if self._link else 0.0) * (buckets + 1) + _RPC_MARGIN_S
         failure = _on_workers(engine, "rlhf_receive_weights", manifest.to_dict(), timeout_s=timeout_s)
+        try:
+            engine.reset_encoder_cache()
+            # Running requests too: keys and values of the old weights would mix with the new ones.
+            engine.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            failure = failure or (type(error).__name__, str(error))
         if failure is not None:
             problem = f"weight version {manifest.version} did not arrive: {failure[0]}: {failure[1]}"
             self._loop.refuse(
@@ -190,9 +196,6 @@ class VLLMBackend:
             )
             raise WeightSyncError(problem)
         engine.set_weight_version(str(manifest.version))
-        engine.reset_encoder_cache()
-        # Running requests too: keys and values of the old weights would mix with the new ones.
-        engine.reset_prefix_cache(reset_running_requests=True)
         self._version = manifest.version
         self._weights_dropped = False
         self._loop.accept()
