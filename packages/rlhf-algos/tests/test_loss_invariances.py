@@ -43,6 +43,7 @@ POLICY = {
     "kl_weighted": make(ppo_clip, PolicyLossConfig(kl_coef=0.2, kl_estimator="k1", kl_ratio_weighted=True)),
     "reinforce": make(reinforce, ReinforceConfig(**REGULARISED)),
     "gspo": make(gspo, GSPOConfig(clip_range=0.1, clip_range_high=0.2, **REGULARISED)),
+    "rloo_sequence": make(gspo, GSPOConfig(clip_range=0.2, clip_range_high=0.2, length_normalized=False)),
     "gspo_token": make(gspo, GSPOConfig(clip_range=0.1, clip_range_high=0.2, token_form=True)),
     "gmpo": make(gmpo, GMPOConfig(**REGULARISED)),
     "cispo": make(cispo, CISPOConfig(ratio_high=1.2)),

@@ -26,6 +26,9 @@ class GSPOConfig(PolicyLossConfig):
     aggregation: Aggregation = "seq_mean_token_mean"
     clip_range: float = 3e-4
     clip_range_high: float | None = 4e-4
+    length_normalized: bool = True
+    """True: the geometric mean of the token ratios (GSPO). False: their product, the ratio of the whole response,
+    as in TRL's RLOO trainer; use PPO's clip range with it."""
     token_form: bool = False
     """GSPO-token (eq. 13): the value of the sequence's ratio with the gradient of the token's own. Needed for
     advantages that differ within a response; with equal ones the gradient is the same. verl uses this form, TRL the
@@ -41,6 +44,8 @@ def gspo(outputs: ModelOutputs, batch: Batch, config: GSPOConfig) -> LossTerms:
     mask, advantages = policy_mask(batch), token_advantages(batch)
     token_log_ratio = log_ratios(outputs, batch, config.log_ratio_limit)
     log_ratio = sequence_log_ratio(token_log_ratio, mask)
+    if not config.length_normalized:
+        log_ratio = token_log_ratio.sum(dim=1, keepdim=True).clamp(-config.log_ratio_limit, config.log_ratio_limit)
     if config.token_form:
         log_ratio = log_ratio.detach() + token_log_ratio - token_log_ratio.detach()
     ratio = log_ratio.exp()
