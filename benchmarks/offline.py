@@ -4,8 +4,8 @@
     python benchmarks/offline.py --data pairs.jsonl --shape large --methods dpo kto sft rm
 
 `pairs.jsonl` has the columns prompt, chosen, rejected (or, preferred, prompt_messages, chosen_messages and
-rejected_messages). Every trainer runs in a process of its own, one thread, float32, rows in the order of the file. A
-line per trainer, then the ratios; `--json` writes all numbers to a file.
+rejected_messages). Every trainer runs in a process of its own: one thread, float32, rows in the order of the file.
+A line per trainer, then the ratios; `--json` writes all numbers to a file.
 
 - `ours`: rlhf-algos as it is. `padded`: rlhf-algos with packing switched off.
 - `trl`: TRL as shipped. `trl-compact`: TRL with its label compaction forced, which it uses on Triton devices only.
