@@ -7,6 +7,5 @@ import sys
 
 if "pytest" in sys.modules:
     # Failing checks then show the compared values, as in a test module.
-    sys.modules["pytest"].register_assert_rewrite(
-        "rlhf_core.testing.rollout", "rlhf_core.testing.weight_sync", "rlhf_core.testing.engine"
-    )
+    for name in ("engine", "rollout_control", "rollout_ground", "rollout_sampling"):
+        sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{name}")

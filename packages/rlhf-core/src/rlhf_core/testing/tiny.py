@@ -39,7 +39,7 @@ def save_tiny_model(
     head: Literal["causal", "scalar"] = "causal",
     tied: bool = True,
     vocab_size: int = 512,
-    hidden_size: int = 64,
+    hidden_size: int = 128,
     layers: int = 2,
     seed: int = 0,
     tokenizer: bool = True,

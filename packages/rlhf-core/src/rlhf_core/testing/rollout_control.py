@@ -1,0 +1,131 @@
+"""Checks of a rollout backend under way: pausing, aborting, and taking new weights."""
+# ruff: noqa: D102 - the name of each check is its sentence
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from rlhf_core.backends import RolloutBackend
+from rlhf_core.errors import StaleWeightsError, WeightSyncError
+from rlhf_core.generation import GenerationResult
+from rlhf_core.sampling import SamplingConfig
+from rlhf_core.testing.rollout_ground import Results, RolloutGround, token_ids
+from rlhf_core.testing.weight_sync import Trainer, broken_sync, connect, cpu_transport, send_and_receive, sync
+
+
+class ControlChecks(RolloutGround):
+    """What pause, resume and weight sync must do."""
+
+    # ------------------------------------------------------------ pause and resume
+
+    def test_paused_with_keep_requests_go_on_as_if_nothing_had_happened(self, backend: RolloutBackend) -> None:
+        self.need_pause_mode(backend, "keep")
+        whole, interrupted = self.interrupted(backend, "keep", lambda results: True)
+        assert token_ids(whole) == token_ids(interrupted)
+
+    def test_paused_with_abort_requests_end_with_what_they_have(self, backend: RolloutBackend) -> None:
+        self.need_pause_mode(backend, "abort")
+
+        def cut_off(results: Results) -> bool:
+            return any(0 < s.length < self.long_tokens for r in results for s in r.samples)
+
+        whole, interrupted = self.interrupted(backend, "abort", cut_off)
+        for complete, partial in zip(whole, interrupted, strict=True):
+            for full, part in zip(complete.samples, partial.samples, strict=True):
+                assert part.token_ids == full.token_ids[: part.length]
+                assert (part.finish_reason == "abort") == (part.length < self.long_tokens)
+
+    def test_requests_wait_while_paused(self, backend: RolloutBackend) -> None:
+        async def wait_and_go_on() -> GenerationResult:
+            await backend.pause("keep" if "keep" in backend.capabilities.pause_modes else "abort")
+            task = asyncio.create_task(backend.generate(self.request("waiting")))
+            await asyncio.sleep(0.2)
+            assert not task.done()
+            await backend.resume()
+            return await task
+
+        assert self.run(wait_and_go_on()).request_id == "waiting"
+
+    # ------------------------------------------------------------ weight sync
+
+    @pytest.mark.parametrize("kind", ["local", "gloo"])
+    def test_a_sync_brings_the_trainers_weights(self, backend: RolloutBackend, trainer: Trainer, kind: str) -> None:
+        if kind not in backend.capabilities.transports:
+            pytest.skip(f"the backend does not list the transport {kind}")
+        # A long prompt, twice: cached prompt states of the old weights must not survive.
+        request = self.request(n=4, prompt=self.prompt(2, length=100), sampling=SamplingConfig(max_tokens=24))
+        old = self.generate(backend, request)
+        trainer.perturb()
+        gap = max(self.log_prob_gap(trainer, request, sample) for sample in old.samples)
+        assert gap > 0.05, "the changed weights must show, or the check below proves nothing"
+        before = backend.weight_version
+        version = self.run(sync(backend, trainer, kind=kind, version=before + 3))
+        assert backend.weight_version == version == before + 3
+        for sample in self.generate(backend, request).samples:
+            assert set(sample.weight_versions) == {version}
+            self.check_log_probs(trainer, request, sample)
+
+    def test_one_link_serves_several_syncs(self, backend: RolloutBackend, trainer: Trainer) -> None:
+        async def twice() -> None:
+            sender = await connect(backend, cpu_transport(backend), timeout_s=30)
+            for _ in range(2):
+                trainer.perturb()
+                await send_and_receive(backend, trainer, sender, trainer.manifest(backend.weight_version + 1))
+            sender.close()
+
+        self.run(twice())
+        request = self.request(n=2)
+        for sample in self.generate(backend, request).samples:
+            self.check_log_probs(trainer, request, sample)
+
+    def test_a_sync_amid_running_requests_changes_versions_between_tokens(
+        self, backend: RolloutBackend, trainer: Trainer
+    ) -> None:
+        for _ in range(8):
+            trainer.perturb()
+            old = backend.weight_version
+            results = self.run(self.sync_amid(backend, trainer))
+            versions = [sample.weight_versions for result in results for sample in result.samples]
+            assert all(list(v) == sorted(v) for v in versions)
+            assert {version for v in versions for version in v} <= {old, old + 1}
+            if any(len(set(v)) == 2 for v in versions):
+                break
+        else:
+            pytest.fail(f"no request was caught running by 8 syncs; raise long_tokens ({self.long_tokens})")
+        for request, result in zip(self.long_requests(), results, strict=True):
+            for sample in result.samples:
+                new = torch.tensor(sample.weight_versions) == old + 1
+                gap = trainer.log_probs(self.unrestricted(request), sample) - torch.tensor(sample.log_probs)
+                # Exact but for end-of-text, which long requests may not sample: its share of the mass.
+                assert (gap[new].abs() < 0.5).all()
+                assert (gap[new].abs().median() if new.any() else 0) < 0.02
+
+    @pytest.mark.parametrize("fault", ["sender closes", "unknown name", "missing name"])
+    def test_after_a_failed_sync_it_refuses_to_sample_until_a_good_one(
+        self, backend: RolloutBackend, trainer: Trainer, fault: str
+    ) -> None:
+        with pytest.raises(WeightSyncError):
+            self.run(broken_sync(backend, trainer, fault))
+        request = self.request()
+        with pytest.raises(StaleWeightsError):
+            self.generate(backend, request)
+        trainer.perturb()
+        self.run(sync(backend, trainer))
+        (sample,) = self.generate(backend, request).samples
+        self.check_log_probs(trainer, request, sample)
+
+    def test_it_serves_again_after_sleep_wake_and_sync(self, backend: RolloutBackend, trainer: Trainer) -> None:
+        async def nap() -> None:
+            await backend.pause("keep" if "keep" in backend.capabilities.pause_modes else "abort")
+            await backend.sleep()
+            await backend.wake()
+            await sync(backend, trainer)
+            await backend.resume()
+
+        self.run(nap())
+        request = self.request()
+        (sample,) = self.generate(backend, request).samples
+        self.check_log_probs(trainer, request, sample)
