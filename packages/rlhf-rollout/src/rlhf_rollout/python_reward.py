@@ -214,8 +214,8 @@ def _score(value: Any, name: str, sample_id: str) -> Score:
         return Score(value=numbers.pop("score"), components=numbers)
     except (TypeError, ValueError, KeyError):
         raise RewardError(
-            f"reward {name} returned {value!r} for sample {sample_id!r}; return a number, or a dict of numbers with "
-            "the key 'score'"
+            f"reward {name} returned {value!r} for sample {sample_id!r}; "
+            "return a number, or a dict of numbers with the key 'score'"
         ) from None
 
 
