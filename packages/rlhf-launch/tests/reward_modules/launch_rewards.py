@@ -1,0 +1,20 @@
+"""Reward functions that the tests name as `module:function`."""
+
+
+def share_of_digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def raises(completions, **columns):
+    raise RuntimeError("no network today")
+
+
+def nan(completions, **columns):
+    return [float("nan")] * len(completions)
+
+
+def too_few(completions, **columns):
+    return [0.0]
+
+
+not_a_function = 3

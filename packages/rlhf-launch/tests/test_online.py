@@ -1,0 +1,125 @@
+"""The loop with everything in this process: torch engine, Transformers backend."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_core import RewardError
+from rlhf_launch.assemble import run_online
+
+
+def read_rows(run):
+    path = run.reporter.directory / "metrics.jsonl"
+    return [row for row in map(json.loads, path.read_text().splitlines()) if "reward" in row]
+
+
+def without_times(rows):
+    """Without what differs from run to run: seconds, and the last bits of the generator's log-probs, which depend
+    on the requests that happened to share a batch."""
+    varying = ("seconds/", "tokens_per_second/", "mismatch")
+    return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def grpo(folder, tmp_path_factory):
+    """One finished GRPO run with a KL penalty; the tests look at what it left."""
+    from rlhf_algos.config_files import from_mapping
+    from rlhf_launch.config import RunConfig
+
+    settings = {
+        "model": {"policy": str(folder / "policy")},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 4, "max_prompt_tokens": 16},
+        "reward": {"function": "launch_rewards:share_of_digits"},
+        "algorithm": {"grpo": {"kl_coef": 0.01}},
+        "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
+        "train": {"engine": "torch", "prompts_per_step": 4, "optimizer": {"learning_rate": 3e-3}},
+        "placement": {"executor": "local", "device": "cpu"},
+        "output_dir": str(tmp_path_factory.mktemp("grpo") / "run"),
+        "steps": 12,
+        "checkpoint_every": 4,
+    }
+    return run_online(from_mapping(RunConfig, settings, source="test"))
+
+
+def test_the_reward_rises(grpo):
+    rewards = [row["reward"] for row in read_rows(grpo)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
+
+
+def test_every_step_reports_what_a_user_looks_at(grpo):
+    rows = read_rows(grpo)
+    assert [row["weight_version"] for row in rows] == list(range(1, 13))
+    for name in (
+        *("reward", "reference_kl", "entropy", "clip_fraction", "grad_norm", "response_length", "truncated"),
+        *(f"seconds/{phase}" for phase in ("rollout", "reward", "score", "train", "sync", "step")),
+        *("tokens_per_second/rollout", "tokens_per_second/train", "learning_rate"),
+    ):
+        assert all(math.isfinite(row[name]) for row in rows), name
+
+
+def test_the_generator_follows_the_trainer(grpo):
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in read_rows(grpo))
+
+
+def test_the_kl_grows_from_zero(grpo):
+    kl = [row["reference_kl"] for row in read_rows(grpo)]
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert kl[-1] > 1e-4
+
+
+def test_the_model_is_a_normal_transformers_directory(grpo, folder):
+    saved = grpo.reporter.directory / "model"
+    model, start = (AutoModelForCausalLM.from_pretrained(path) for path in (saved, folder / "policy"))
+    assert len(AutoTokenizer.from_pretrained(saved)) == len(AutoTokenizer.from_pretrained(folder / "policy"))
+    weights, before = model.state_dict(), start.state_dict()
+    assert weights.keys() == before.keys()
+    assert any(not torch.equal(weights[name], before[name]) for name in weights)
+
+
+def test_plot_config_events_and_checkpoints_are_there(grpo):
+    directory = grpo.reporter.directory
+    assert (directory / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / "config.yaml").exists()
+    assert list(directory.glob("events.out.tfevents*"))
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
+
+
+def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folder):
+    config = make_config(
+        settings,
+        reward={"model": str(folder / "reward")},
+        algorithm={"name": "ppo", "ppo": {"kl_coef": 0.05}},
+        train__minibatches=2,
+        train__critic_warmup_steps=1,
+    )
+    run = run_online(config)
+    rows = read_rows(run)
+    assert "grad_norm" not in rows[0]  # only the critic is trained in exactly the first step
+    assert all("grad_norm" in row for row in rows[1:])
+    assert all(math.isfinite(row["critic/loss"]) and row["critic/grad_norm"] > 0 for row in rows)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(rows[2]["kl"]) > 0
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
+    whole = run_online(make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "whole")))
+    part = make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "part"))
+    run_online(make_config(settings, steps=2, checkpoint_every=2, output_dir=str(tmp_path / "part")))
+    resumed = run_online(part, resume=True)
+    assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict().items():
+        other = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "model").state_dict()[name]
+        assert torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("raises", "no network today"), ("nan", "nan"), ("too_few", "1 .*16|16 .*1")],
+)
+def test_a_bad_reward_stops_the_run_with_its_reason(settings, make_config, function, message):
+    config = make_config(settings, reward__function=f"launch_rewards:{function}", data__eval_rows=0)
+    with pytest.raises(RewardError, match=message):
+        run_online(config)
