@@ -43,8 +43,8 @@ def kl_estimate(
         gradient: see `KLGradient`.
         log_ratio_limit: d is clamped to this range before the exponential of k3, so that it stays finite. verl
             clamps at 20; TRL and OpenRLHF do not (`math.inf`).
-        value_limit: the estimate itself is clamped to this range. OpenRLHF clamps every estimator and verl its
-            k3 (`low_var_kl`) at 10; TRL does not.
+        value_limit: the estimate itself is clamped to this range. Recent OpenRLHF clamps every estimator and verl
+            its k3 (`low_var_kl`) at 10; TRL does not.
 
     >>> kl_estimate(torch.tensor(0.0), torch.tensor(-1.0), "k3").item()
     0.3678794503211975

@@ -32,7 +32,8 @@ class OffPolicyCorrection:
     - Masked importance sampling (MIS, Liu et al. 2025): `mode="mask"` at level token or sequence (TRL's
       `token_mask`, `sequence_mask`).
     - IcePop (Ling team 2025): `level="token", mode="mask", low=0.5, high=5`.
-    - OpenRLHF's `seq-mask-tis`: a geometric `reject`, and a token `truncate` with both bounds None.
+    - OpenRLHF's `seq-mask-tis`: a geometric `reject` and a token `truncate` with `high=None` (there, the token's
+      ratio is not clamped; giving `high` a number clamps it).
     """
 
     level: Level = "token"

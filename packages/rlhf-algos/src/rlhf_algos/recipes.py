@@ -75,7 +75,7 @@ class GRPO(PolicyRecipe):
         reference, `truncated` for truncation penalties, `greedy_scores` [rows] for ReMax.
         """
         batch = with_old_log_probs(batch)
-        scores, batch, metrics = shape_scores(scores, batch, self.shaping)
+        scores, batch, metrics = shape_scores(scores, batch, self.shaping, has_baseline=True)
         metrics |= _group_metrics(scores, group_ids)
         if self.kl_in != "reward":
             metrics |= reference_kl(batch, self.kl_estimator)
@@ -85,6 +85,8 @@ class GRPO(PolicyRecipe):
             scores = scores + (rewards - place_scores(scores, batch.response_mask)).sum(dim=1)
         advantages = estimator(self.advantage)(scores, group_ids, batch, **self.advantage_options)
         if advantages.dim() == 1:
+            if self.shaping.clip is not None and self.shaping.clip_after_baseline:
+                advantages = advantages.clamp(*self.shaping.clip)
             coef = kl_coef if self.kl_in == "reward" else 0.0
             if coef or self.gamma != 1:
                 rewards, kl = token_rewards(advantages, batch, kl_coef=coef, kl_estimator=self.kl_estimator)

@@ -17,7 +17,10 @@ class RewardShaping:
     """What happens to the scores, in this order: truncation penalty, overlong penalty, normalisation, clipping."""
 
     clip: tuple[float, float] | None = None
-    """Scores are clamped to this range *before* any baseline or group statistic is taken (OpenRLHF, TRL)."""
+    """Scores are clamped to this range."""
+    clip_after_baseline: bool = False
+    """False: the score itself is clamped, before any baseline or group statistic (TRL's RLOO). True: what is
+    left after the baseline is (OpenRLHF's `reward_clip_range`). Without a baseline, as in PPO, it is the same."""
     normalize: bool = False
     """Scores to zero mean and unit standard deviation over the batch."""
     overlong_max_length: int | None = None
@@ -50,9 +53,12 @@ class RewardShaping:
 
 
 def shape_scores(
-    scores: Float[Tensor, " rows"], batch: Batch, shaping: RewardShaping
+    scores: Float[Tensor, " rows"], batch: Batch, shaping: RewardShaping, *, has_baseline: bool = False
 ) -> tuple[Float[Tensor, " rows"], Batch, dict[str, Mean]]:
-    """Apply `shaping`: the new scores, the batch (its response mask cut if truncated rows are masked), metrics."""
+    """Apply `shaping`: the new scores, the batch (its response mask cut if truncated rows are masked), metrics.
+
+    `has_baseline`: the caller subtracts a baseline and clips afterwards if `clip_after_baseline`.
+    """
     metrics: dict[str, Mean] = {"score": mean_of(scores)}
     scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
     if shaping.needs_truncated:
@@ -72,7 +78,7 @@ def shape_scores(
         metrics["overlong_penalty"] = mean_of(penalty)
     if shaping.normalize:
         scores = (scores - scores.mean()) / scores.std(correction=0).clamp(min=1e-8)
-    if shaping.clip is not None:
+    if shaping.clip is not None and not (shaping.clip_after_baseline and has_baseline):
         low, high = shaping.clip
         metrics["score_clipped"] = mean_of(((scores < low) | (scores > high)).float())
         scores = scores.clamp(low, high)
