@@ -99,7 +99,7 @@ class TransformersBackend:
     def capabilities(self) -> BackendCapabilities:
         """See RolloutBackend."""
         cuda = torch.device(self._config.device).type == "cuda"
-        return BackendCapabilities(transports=frozenset({"nccl"} if cuda else {"local", "gloo"}))
+        return BackendCapabilities(transports=frozenset({"local", "gloo"} | ({"nccl"} if cuda else set())))
 
     @property
     def weight_version(self) -> int:
@@ -135,7 +135,9 @@ class TransformersBackend:
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""
-        receiver = await asyncio.to_thread(join, link, rank, device=self._config.device)
+        # Only NCCL fills buffers on the accelerator; from the others, weights are copied there one by one.
+        device = self._config.device if link.kind == "nccl" else "cpu"
+        receiver = await asyncio.to_thread(join, link, rank, device=device)
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = receiver
