@@ -70,7 +70,7 @@ class Method:
 
 
 def _prepare_pairs(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: Any) -> Batch:
-    wanted = getattr(config, "sft_coef", 0.0) and getattr(config, "sft_mean", "") == "token"
+    wanted = getattr(config, "sft_coef", 1.0) and getattr(config, "sft_mean", "") == "token"
     return with_sft_divisor(batch) if wanted else batch
 
 

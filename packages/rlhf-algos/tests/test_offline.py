@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rlhf_algos.offline_data
+import torch
+from rlhf_algos.data import DataSource
+from rlhf_algos.encoding import LengthLimit
+from rlhf_algos.metrics import read_metrics
+from rlhf_algos.offline import train
+from rlhf_algos.offline_config import (
+    CheckpointConfig,
+    EvalConfig,
+    LearningConfig,
+    OfflineConfig,
+    RunConfig,
+)
+from rlhf_algos.offline_methods import METHODS
+from rlhf_core import ConfigError
+from rlhf_core.testing.tiny import save_tiny_model
+from safetensors.torch import load_file
+
+WORDS = ["alpha", "beta", "gamma", "delta", "omega", "sigma"]
+
+
+def pair(index: int) -> dict:
+    word = WORDS[index % len(WORDS)]
+    return {
+        "prompt": f"{index}: say {word}. ",
+        "chosen": f"{word}!" * (1 + index % 3),
+        "rejected": "no" * (1 + index % 4),
+    }
+
+
+def rows_of(method: str, count: int = 22) -> list[dict]:
+    if method == "prm":
+        return [
+            {"prompt": f"p{i}", "completions": ["ok", "bad"], "labels": [True, i % 2 == 0]} for i in range(count)
+        ]
+    pairs = [pair(i) for i in range(count)]
+    if method == "sft":
+        return [{"prompt": p["prompt"], "completion": p["chosen"]} for p in pairs]
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32)
+
+
+@pytest.fixture
+def make(tmp_path, model):
+    """A function from fields to an OfflineConfig on a small dataset of the method."""
+
+    def config(method: str = "dpo", **fields) -> OfflineConfig:
+        data = tmp_path / f"{method}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(method)))
+        defaults = {
+            "model": model,
+            "train": (DataSource(path=str(data)),),
+            "output": tmp_path / "out",
+            "reference_cache": tmp_path / "references",
+            "limit": LengthLimit(max_length=64),
+            "batch_size": 4,
+            "learning": LearningConfig(learning_rate=3e-3),
+            "tensorboard": False,
+        }
+        return OfflineConfig(method=method, **(defaults | fields))
+
+    return config
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+def same(left, right) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_learns_its_data_and_writes_a_transformers_directory(make, method):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = make(method, epochs=4, batch_size=8)
+    result = train(replace(config, eval=config.train, evaluation=EvalConfig(every=4)))
+    rows = read_metrics(config.output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, result.steps + 1))
+    evaluations = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert evaluations[-1] < evaluations[0]
+    auto = AutoModelForCausalLM if METHODS[method].role == "policy" else AutoModelForSequenceClassification
+    auto.from_pretrained(result.model)
+    assert AutoTokenizer.from_pretrained(result.model).chat_template
+    assert result.best is not None
+
+
+def test_the_reference_is_scored_once_and_then_read_from_the_cache(make, monkeypatch):
+    config = make("dpo")
+    first = train(replace(config, max_steps=1))
+    (cached,) = config.reference_cache.glob("*.safetensors")
+    monkeypatch.setattr(
+        "rlhf_algos.reference_cache.score_rows", lambda *args: pytest.fail("the reference was scored again")
+    )
+    again = train(replace(config, max_steps=1, output=config.output.with_name("again")))
+    assert again.metrics["loss"] == first.metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert list(config.reference_cache.glob("*.safetensors")) == [cached]
+
+
+def test_other_data_or_another_reference_has_its_own_cache_entry(make, tmp_path):
+    config = make("dpo", max_steps=1)
+    train(config)
+    other = save_tiny_model(tmp_path / "other", hidden_size=32, seed=1)
+    loss = train(replace(config, reference=other, output=tmp_path / "b")).metrics["loss"]
+    assert abs(loss - 0.6931) > 0.01
+    train(replace(config, limit=LengthLimit(max_length=20), output=tmp_path / "c"))
+    assert len(list(config.reference_cache.glob("*.safetensors"))) == 3
+
+
+def test_packing_and_micro_batches_do_not_change_the_run(make, tmp_path):
+    losses = []
+    for index, run in enumerate([RunConfig(), RunConfig(packing=False), RunConfig(max_tokens_per_micro_batch=70)]):
+        config = make("dpo", run=run, output=tmp_path / f"{index}", reference_cache=tmp_path / f"r{index}")
+        train(config)
+        losses.append([row["loss"] for row in read_metrics(config.output / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, tmp_path, method):
+    settings = {
+        "epochs": 2,
+        "checkpoint": CheckpointConfig(every=4),
+        "run": RunConfig(max_tokens_per_micro_batch=128),
+        "evaluation": EvalConfig(every=5),
+    }
+    whole = make(method, output=tmp_path / "whole", **settings)
+    whole = replace(whole, eval=whole.train)
+    train(whole)
+    broken = replace(whole, output=tmp_path / "broken")
+
+    class Killed(Exception):
+        pass
+
+    def kill(kind, step, values):
+        if step == 7 and kind == "train":
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(broken, on_event=kill)
+    train(replace(broken, resume=True))
+    assert same(weights(whole.output / "model"), weights(broken.output / "model"))
+    assert same(weights(whole.output / "best"), weights(broken.output / "best"))
+    assert read_metrics(whole.output / "metrics.jsonl") == read_metrics(broken.output / "metrics.jsonl")
+
+
+def test_checkpoints_are_kept_to_the_last_ones_and_not_overwritten_by_mistake(make):
+    config = make("sft", checkpoint=CheckpointConfig(every=1, keep=2))
+    train(config)
+    assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == ["step-5", "step-6"]
+    with pytest.raises(ConfigError, match="resume: true"):
+        train(config)
+
+
+def test_resume_without_a_checkpoint_starts_anew(make):
+    assert train(make("sft", resume=True, max_steps=2)).steps == 2
+
+
+def test_early_stopping_keeps_the_best_model(make):
+    config = make(
+        "dpo",
+        epochs=20,
+        learning=LearningConfig(learning_rate=0.0),
+        evaluation=EvalConfig(every=1, patience=3, best_metric="accuracy"),
+    )
+    result = train(replace(config, eval=config.train))
+    assert result.stopped_early
+    assert result.steps == 4
+    assert same(weights(result.best), weights(result.model))
+
+
+def test_an_unknown_best_metric_names_the_known_ones(make):
+    config = make("dpo", evaluation=EvalConfig(every=1, best_metric="acuracy"))
+    with pytest.raises(ConfigError, match="accuracy"):
+        train(replace(config, eval=config.train))
+
+
+def test_mixed_datasets_follow_their_weights(make, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"x{i}", "completion": "y"}) + "\n" for i in range(22)))
+    config = make("sft")
+    mixed = replace(config, train=(replace(config.train[0], weight=9.0), DataSource(path=str(other))))
+    data = rlhf_algos.offline_data.load_data(mixed)
+    share = sum(index < 22 for epoch in range(10) for index in data.order(mixed, epoch)) / 440
+    assert 0.85 < share < 0.95
+    assert train(mixed).steps == 11
+
+
+def test_lora_trains_adapters_and_writes_a_merged_model(make, model):
+    from rlhf_algos.torch_models import LoraConfig
+
+    result = train(make("dpo", run=RunConfig(lora=LoraConfig(rank=4))))
+    before, after = weights(Path(model)), weights(result.model)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)
+
+
+def test_bfloat16_and_gradient_checkpointing_run(make):
+    result = train(make("dpo", run=RunConfig(dtype="bfloat16", gradient_checkpointing=True)))
+    assert weights(result.model)["model.norm.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "loss", [{"loss": "aot"}, {"loss": "aot_unpaired"}, {"sft_coef": 1.0, "sft_mean": "token"}]
+)
+def test_losses_with_whole_batch_columns(make, loss):
+    losses = []
+    for tokens in (16384, 60):
+        config = make(
+            "dpo",
+            loss=loss,
+            output=make("dpo").output / str(tokens),
+            run=RunConfig(max_tokens_per_micro_batch=tokens),
+        )
+        train(config)
+        losses.append([row["loss"] for row in read_metrics(config.output / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"train": ()}, "train is empty"),
+        ({"loss": {"betta": 1}}, "did you mean 'loss.beta'"),
+        ({"loss": 3}, "DPOConfig"),
+        ({"max_steps": 0}, "max_steps"),
+    ],
+)
+def test_bad_configurations(make, fields, part):
+    with pytest.raises(ConfigError, match=part):
+        make("dpo", **fields)
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
+    from rlhf_algos.config_files import dump_config
+
+    config = make(method, output=tmp_path / "two")
+    config = replace(config, eval=config.train)
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, "-m", "rlhf_algos.command", method, str(file)],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    train(replace(config, output=tmp_path / "one"))
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for name in ("loss", "grad_norm", "tokens", "eval/loss"):
+        assert [row[name] for row in two if name in row] == pytest.approx(
+            [row[name] for row in one if name in row], rel=1e-3
+        ), name
