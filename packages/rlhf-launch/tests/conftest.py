@@ -43,7 +43,7 @@ def settings(folder, tmp_path):
     return {
         "model": {"policy": str(folder / "policy")},
         "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 4, "max_prompt_tokens": 16},
-        "reward": {"function": "launch_rewards:share_of_digits"},
+        "reward": {"function": "launch_rewards:share_of_alphanumerics"},
         "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
         "train": {"engine": "torch", "prompts_per_step": 4, "optimizer": {"learning_rate": 1e-3}},
         "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},

@@ -32,10 +32,10 @@ def grpo(folder, tmp_path_factory):
     settings = {
         "model": {"policy": str(folder / "policy")},
         "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 4, "max_prompt_tokens": 16},
-        "reward": {"function": "launch_rewards:share_of_digits"},
+        "reward": {"function": "launch_rewards:share_of_alphanumerics"},
         "algorithm": {"grpo": {"kl_coef": 0.01}},
-        "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
-        "train": {"engine": "torch", "prompts_per_step": 4, "optimizer": {"learning_rate": 3e-3}},
+        "rollout": {"backend": "transformers", "samples_per_prompt": 8, "sampling": {"max_tokens": 8}},
+        "train": {"engine": "torch", "prompts_per_step": 8, "optimizer": {"learning_rate": 3e-3}},
         "placement": {"executor": "local", "device": "cpu"},
         "output_dir": str(tmp_path_factory.mktemp("grpo") / "run"),
         "steps": 12,

@@ -1,8 +1,8 @@
 """Reward functions that the tests name as `module:function`."""
 
 
-def share_of_digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+def share_of_alphanumerics(completions, **columns):
+    return [sum(c.isalnum() for c in text) / max(1, len(text)) for text in completions]
 
 
 def raises(completions, **columns):

@@ -1,0 +1,154 @@
+"""What a user sees of mistakes: one message that says what was wrong, what was found, and what to write."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rlhf_launch.command import app
+
+
+@pytest.fixture
+def run(settings, tmp_path):
+    """`rlhf train` on the settings with dotted changes; returns exit code and everything printed."""
+
+    def run(*overrides, text=None):
+        path = tmp_path / "config.yaml"
+        path.write_text(text if text is not None else yaml.safe_dump(settings))
+        result = CliRunner().invoke(app, ["train", str(path), *overrides])
+        return result.exit_code, result.output
+
+    return run
+
+
+def write(path, *rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def mistake(name, overrides, *parts):
+    return pytest.param(overrides, parts, id=name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        mistake("unknown key", ["train.rank=2"], "'train.rank'", "'train.ranks'"),
+        mistake("unknown section", ["trian.ranks=2"], "'trian'", "'train'"),
+        mistake("wrong type", ["train.ranks=two"], "train.ranks", "whole number", "'two'"),
+        mistake("wrong choice", ["algorithm.name=gpro"], "algorithm.name", "grpo, ppo", "gpro"),
+        mistake("impossible value", ["steps=0"], "steps must be at least 1, got 0"),
+        mistake("one sample", ["rollout.samples_per_prompt=1"], "at least 2"),
+        mistake("malformed override", ["train.ranks"], "key=value"),
+        mistake("missing data", ["data.prompts=nowhere.jsonl"], "nowhere.jsonl", "does not exist"),
+        mistake("missing column", ["data.columns={prompt: question}"], "row 1", "'question'", "'prompt'"),
+        mistake("overlong prompt", ["data.max_prompt_tokens=2"], "row 1", "data.max_prompt_tokens is 2"),
+        mistake("no model", ["model.policy=./no/such/model"], "model.policy", "./no/such/model"),
+        mistake("no reward module", ["reward.function=nowhere:f"], "'nowhere'", "cannot be imported"),
+        mistake("no reward function", ["reward.function=launch_rewards:raise"], "'raise'", "'raises'"),
+        mistake("reward not callable", ["reward.function=launch_rewards:not_a_function"], "not_a_function"),
+        mistake("reward signature", ["reward.function=json:loads"], "json:loads", "completions"),
+        mistake("unknown backend", ["rollout.backend=vlm"], "'vlm'", "'vllm'"),
+        mistake("unknown engine", ["train.engine=deepspede"], "'deepspede'", "'deepspeed'"),
+        mistake("ranks without Ray", ["train.ranks=2"], "train.ranks=2", "placement.executor=ray"),
+        mistake("no GPU", ["placement.device=cuda"], "no GPU"),
+        mistake("too many held out", ["data.eval_rows=24"], "24"),
+        mistake("context", ["rollout.max_model_len=10"], "max_model_len=10", "24"),
+    ],
+)
+def test_a_mistake_ends_in_one_message(run, overrides, parts):
+    code, output = run(*overrides)
+    assert code == 2
+    assert output.startswith("error: ")
+    assert "Traceback" not in output
+    for part in parts:
+        assert part in output
+
+
+def test_no_reward_at_all(run, settings):
+    settings["reward"] = {}
+    code, output = run()
+    assert code == 2
+    assert "reward.function" in output
+    assert "reward.model" in output
+
+
+def test_a_bad_row_is_named(run, tmp_path):
+    data = write(tmp_path / "bad.jsonl", {"prompt": "a"}, '{"prompt": \n')
+    code, output = run(f"data.prompts={data}")
+    assert code == 2
+    assert "bad.jsonl row 2 is not valid JSON" in output
+
+
+def test_an_empty_file(run, tmp_path):
+    code, output = run(f"data.prompts={write(tmp_path / 'empty.jsonl')}")
+    assert code == 2
+    assert "no rows" in output
+
+
+def test_messages_without_a_chat_template(run, tmp_path, folder):
+    from transformers import AutoTokenizer
+
+    from rlhf_core.testing.tiny import save_tiny_model
+
+    save_tiny_model(tmp_path / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    data = write(tmp_path / "chat.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    code, output = run(f"data.prompts={data}", f"model.policy={tmp_path / 'plain'}", "data.eval_rows=0")
+    assert code == 2
+    assert "chat.jsonl row 1" in output
+    assert "no chat template" in output
+
+
+def test_a_missing_or_malformed_configuration_file(run, tmp_path):
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "nowhere.yaml")])
+    assert result.exit_code == 2
+    assert "nowhere.yaml" in result.output
+    code, output = run(text="model: {policy: [unclosed\n")
+    assert code == 2
+    assert "config.yaml" in output
+
+
+def test_nothing_to_resume(run):
+    code, output = run("--resume")
+    assert code == 2
+    assert "nothing to resume" in output
+
+
+def test_print_config_is_complete_and_can_be_read_back(run, settings, tmp_path):
+    from rlhf_algos.config_files import load_config
+    from rlhf_launch.config import RunConfig
+
+    code, output = run("--print-config", "train.optimizer.learning_rate=3e-5")
+    assert code == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(output)
+    config = load_config(RunConfig, path)
+    assert config.train.optimizer.learning_rate == 3e-5
+    assert config.rollout.sampling.temperature == 1.0
+
+
+def test_help_reads_well():
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for word in ("train", "quickstart", "tiny-model"):
+        assert word in result.output
+
+
+def test_mistakes_are_found_before_anything_heavy_is_imported(settings, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    program = (
+        "import sys\nfrom rlhf_launch.command import app\n"
+        f"try: app(['train', {str(path)!r}, 'train.rank=2'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'ray', 'vllm', 'deepspeed', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
