@@ -102,6 +102,9 @@ def _missing(row: Row, column: str, source: DataSource) -> str:
 def _renamed(source: DataSource) -> Iterator[Row]:
     back = {theirs: ours for ours, theirs in source.columns.items()}
     for file, number, values in _raw_rows(source):
+        for theirs in back:
+            if theirs not in values:
+                raise DataError(_missing(Row(source=file, number=number, values=values), back[theirs], source))
         yield Row(source=file, number=number, values={back.get(name, name): v for name, v in values.items()})
 
 
