@@ -5,6 +5,7 @@ import torch
 from rlhf_algos.distillation import (
     DivergenceConfig,
     OnPolicyDistillationConfig,
+    chunked_divergence,
     distillation_terms,
     divergence_from_logits,
     divergence_from_top_k,
@@ -77,6 +78,26 @@ def test_gradcheck_and_excluded_tokens(divergence):
     value.backward()
     assert float(value.detach()) == pytest.approx(0, abs=1e-6)
     assert torch.isfinite(masked.grad).all()
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_chunks_give_the_same_values_and_gradients(divergence, tokens):
+    config = DivergenceConfig(divergence=divergence, temperature=1.5)
+    torch.manual_seed(0)
+    head, teacher_head = torch.nn.Linear(4, 11).double(), torch.nn.Linear(6, 11).double()
+    states = torch.randn(tokens, 4, dtype=torch.float64, requires_grad=True)
+    teacher_states = torch.randn(tokens, 6, dtype=torch.float64)
+    whole = divergence_from_logits(head(states), teacher_head(teacher_states).detach(), config)
+    chunked = chunked_divergence((states, head), (teacher_states, teacher_head), config, chunk=3)
+    torch.testing.assert_close(chunked, whole)
+    if tokens:
+        weights = torch.randn(tokens, dtype=torch.float64)
+        leaves = (states, head.weight, head.bias)
+        expected = torch.autograd.grad((whole * weights).sum(), leaves)
+        for got, want in zip(torch.autograd.grad((chunked * weights).sum(), leaves), expected, strict=True):
+            torch.testing.assert_close(got, want)
+        assert teacher_head.weight.grad is None
 
 
 def test_terms_mix_in_the_likelihood():

@@ -154,6 +154,7 @@ def test_own_functions(monkeypatch, tmp_path):
         ({"advantage": "grpoo"}, "grpo"),
         ({"kl_in": "nowhere"}, "score"),
         ({"kl_coef": -1.0}, "negative"),
+        ({"kl_target": 0.1}, "positive kl_coef"),
     ],
 )
 def test_mistakes_are_found_when_the_recipe_is_written(options, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_sum, mean_of
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 """forward_kl: KL(teacher || student), mean-seeking; reverse_kl: KL(student || teacher), mode-seeking; jsd: beta
@@ -54,6 +56,32 @@ def divergence_from_logits(
     student = (student_logits / config.temperature).log_softmax(dim=-1)
     teacher = (teacher_logits / config.temperature).log_softmax(dim=-1)
     return _divergence(student, teacher, config)
+
+
+def chunked_divergence(
+    student: tuple[Float[Tensor, "tokens hidden"], Callable[[Tensor], Tensor]],
+    teacher: tuple[Float[Tensor, "tokens teacher_hidden"], Callable[[Tensor], Tensor]],
+    config: DivergenceConfig,
+    *,
+    chunk: int = 512,
+) -> Float[Tensor, " tokens"]:
+    """The divergence at each token from last hidden states and heads, as (states, head) of both models.
+
+    Logits exist for `chunk` tokens at a time; the backward pass computes them again. The teacher gets no gradient.
+    Its hidden size may differ, its vocabulary may not.
+    """
+    head, teacher_head = student[1], teacher[1]
+
+    def part(states: Tensor, teacher_states: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher_logits = _wide(teacher_head(teacher_states))
+        return divergence_from_logits(_wide(head(states)), teacher_logits, config)
+
+    pieces = [
+        checkpoint(part, *piece, use_reentrant=False) if torch.is_grad_enabled() else part(*piece)
+        for piece in zip(student[0].split(chunk), teacher[0].detach().split(chunk), strict=True)
+    ]
+    return torch.cat(pieces) if pieces else student[0].sum(dim=-1)  # type: ignore[arg-type]
 
 
 def divergence_from_top_k(
@@ -163,6 +191,10 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     impossible = log_p.isneginf()
     safe = log_p.masked_fill(impossible, 0)
     return (safe.exp() * (safe - log_q.masked_fill(impossible, 0))).masked_fill(impossible, 0).sum(dim=-1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def _log_remainder(log_probs: Tensor) -> Tensor:

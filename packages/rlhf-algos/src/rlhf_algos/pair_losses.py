@@ -172,7 +172,9 @@ def aot_losses(chosen: Pairs, rejected: Pairs, batch: Batch, settings: PairLossS
         )
     partner, other = split_pairs(batch["aot_partner"], batch)
     if paired:
-        reference = batch["ref_log_probs_sum"] if "ref_log_probs_sum" in batch else torch.zeros(batch.rows)
+        reference = (
+            batch["ref_log_probs_sum"] if "ref_log_probs_sum" in batch else torch.zeros_like(batch["aot_partner"])
+        )
         own = chosen - rejected + reference[0::2] - reference[1::2]
         return smoothed_sigmoid(settings.beta * (own - partner), settings.label_smoothing)
     up = smoothed_sigmoid(settings.beta * (chosen - partner), settings.label_smoothing)

@@ -95,6 +95,10 @@ class PolicyRecipe:
             )
         if self.kl_coef < 0:
             raise ConfigError(f"recipe: kl_coef must not be negative, got {self.kl_coef}")
+        if self.kl_target is not None and not self.kl_coef:
+            raise ConfigError(
+                "recipe: kl_target scales kl_coef, which is 0; write a positive kl_coef to start from"
+            )
         for name in {"kl_coef", "kl_estimator"} & set(self.loss_options):
             raise ConfigError(f"recipe: write {name} beside loss_options, not inside")
         self.policy_loss()

@@ -93,8 +93,8 @@ def overlong_penalty(
 ) -> Float[Tensor, " rows"]:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), at most 0, at least -penalty.
 
-    0 up to max_length - buffer, then linear in the excess, -penalty from max_length on. (OpenRLHF and verl do
-    not stop at -penalty beyond max_length; generation does not go there.)
+    0 up to max_length - buffer, then linear in the excess, -penalty from max_length on (verl's goes on growing
+    there; with max_length as the limit of generation no response is that long).
 
     >>> overlong_penalty(torch.tensor([6, 9, 10, 12]), max_length=10, buffer=2)
     tensor([-0.0000, -0.5000, -1.0000, -1.0000])
