@@ -13,7 +13,7 @@ def policy_path(tmp_path_factory):
 def test_a_critic_may_start_from_a_language_model_and_then_says_zero(policy_path):
     model = load_model(EngineConfig(model=policy_path, role="critic", optimizer=OptimizerConfig()), None)
     assert torch.count_nonzero(model.score.weight) == 0
-    assert model.score.weight.shape == (1, 64)
+    assert model.score.weight.shape == (1, model.config.hidden_size)
 
 
 def test_frozen_roles_need_no_gradients(policy_path):

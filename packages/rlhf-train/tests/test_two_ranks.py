@@ -118,3 +118,15 @@ def test_bfloat16_trains_and_skips(measured, stage):
     assert found["dtypes"] == ["bfloat16"]
     assert found["skipped"]
     assert found["unchanged"] == 0
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_adapters_train_merge_and_resume(measured, stage, role):
+    found = measured["adapters"][f"{role}-{stage}"]
+    assert found["names"]
+    assert found["moved"] > 1e-4
+    assert found["frozen"] == 0
+    assert found["gap"] < 1e-6
+    assert found["resumed"] == 0
+    assert found["exported"] < 1e-5

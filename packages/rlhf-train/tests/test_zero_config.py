@@ -90,3 +90,18 @@ def test_gradients_are_added_up_in_float32(dtype, accumulated):
     assert found["data_types"] == {"grad_accum_dtype": accumulated}
     assert found["bf16"]["enabled"] == (dtype == "bfloat16")
     assert ("fp16" in found) == (dtype == "float16")
+
+
+def test_adapters_are_read_from_a_mapping():
+    lora = ZeroConfig.from_options({"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}).lora
+    assert lora is not None
+    assert (lora.rank, lora.target_modules) == (4, ("q_proj", "v_proj"))
+    with pytest.raises(ConfigError, match="did you mean 'rank'"):
+        ZeroConfig.from_options({"lora": {"ranks": 4}})
+    with pytest.raises(ConfigError, match="rank must be at least 1"):
+        ZeroConfig.from_options({"lora": {"rank": 0}})
+
+
+def test_a_switch_must_be_true_or_false():
+    with pytest.raises(ConfigError, match="packing must be true or false"):
+        ZeroConfig.from_options({"packing": "no"})

@@ -88,6 +88,12 @@ def plain_torch(path: str, role: str, loss: Loss, optimizer: OptimizerConfig) ->
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 
+def plain_names(path: str, role: str) -> list[str]:
+    """Parameter names of the model without adapters."""
+    kind = AutoModelForCausalLM if role == "policy" else AutoModelForSequenceClassification
+    return [name for name, _ in kind.from_pretrained(path).named_parameters()]
+
+
 def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """All weights by their checkpoint names."""
     source = engine.weights()
@@ -276,6 +282,38 @@ class Checks:
                 "files": len(list(path.glob("*.safetensors"))),
             }
             engine.close()
+        return found
+
+    def adapters(self) -> dict[str, Any]:
+        """Adapters train alike in all stages, leave merged, and continue bit for bit."""
+        found, merged = {}, {}
+        batch = share(whole_batch(0), 1)
+        for role, loss in (("policy", NLL), ("critic", VALUE)):
+            for stage in (0, 2, 3):
+                path = self.work / f"adapters-{role}-{stage}"
+                path.mkdir(exist_ok=True)
+                fields = {"role": role, "options": {"stage": stage, "lora": {"rank": 4}}}
+                first, second = self.start("untied", **fields), self.start("untied", **fields)
+                before = full_weights(first)
+                for step in range(STEPS):
+                    first.step(share(whole_batch(step), self.rank), loss)
+                merged[stage] = full_weights(first)
+                first.save(path)
+                second.load(path)
+                first.export(path)
+                scored = first.score(batch).log_probs if role == "policy" else None
+                found[f"{role}-{stage}"] = {
+                    "names": sorted(before) == sorted(plain_names(str(self.work / "untied"), role)),
+                    "moved": gap(before, merged[stage]),
+                    "frozen": float((before["model.norm.weight"] - merged[stage]["model.norm.weight"]).abs().max()),
+                    "gap": gap(merged[stage], merged[0]),
+                    "resumed": gap(merged[stage], full_weights(second)),
+                    "exported": 0.0
+                    if scored is None
+                    else float((forward(str(path), batch)[0] - scored).abs().max()),
+                }
+                first.close()
+                second.close()
         return found
 
     def bfloat16(self) -> dict[str, Any]:

@@ -23,14 +23,21 @@ from rlhf_core import (
 from rlhf_core.accumulation import Accumulated
 from torch import Tensor
 
+from rlhf_train.adapters import add_adapters
 from rlhf_train.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
 from rlhf_train.environment import process_environment
-from rlhf_train.gradients import build_optimizer, drop_gradients, set_learning_rate, unsharded_gradient_norm
+from rlhf_train.gradients import (
+    build_optimizer,
+    drop_gradients,
+    set_learning_rate,
+    trained_elements,
+    unsharded_gradient_norm,
+)
 from rlhf_train.models import load_model
 from rlhf_train.offload import move_engine
 from rlhf_train.process_group import TrainingRanks, join_training_ranks
 from rlhf_train.random_state import RandomState
-from rlhf_train.role_model import RoleModel
+from rlhf_train.role_model import RoleModel, release_engine
 from rlhf_train.schedule import learning_rate
 from rlhf_train.zero_config import ZeroConfig, check_compatible, deepspeed_config
 from rlhf_train.zero_weights import ZeroWeights
@@ -62,12 +69,16 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda", self.ranks.info.local_rank) if on_cuda else torch.device("cpu")
         settings = deepspeed_config(config, zero, world_size=self.ranks.size)
         sharded = zero.stage == 3
-        self._module: Any = RoleModel(load_model(config, settings if sharded else None), sharded=sharded)
+        model = load_model(config, settings if sharded else None)
+        if zero.lora is not None and config.optimizer is not None:
+            add_adapters(model, zero.lora, seed=config.seed)
+        self._module: Any = RoleModel(model, sharded=sharded)
         self._deepspeed: Any = self._wrap(settings)
         if zero.packing:
             self._enable_packing()
         self.packing: bool = self._module.packing
         """Whether rows run unpadded, with shared prompts run once."""
+        self._last_outputs: dict[str, Tensor] = {}
         self._progress = Progress()
         self._random = RandomState(config.seed + self.ranks.info.rank, self.device)
         self._offloaded = False
@@ -83,6 +94,9 @@ class DeepSpeedEngine:
         if self.config.optimizer is not None:
             if self.zero.stage < 3:
                 self._module.to(self.device)
+            # The buffer is allocated at this size, however small the model.
+            section = settings["zero_optimization"]
+            section["reduce_bucket_size"] = min(section["reduce_bucket_size"], trained_elements(self._module))
             optimizer = build_optimizer(self._module, self.config, on_host=self.zero.offload_optimizer)
         wrapped, *_ = deepspeed.initialize(model=self._module, optimizer=optimizer, config=settings)
         return wrapped
@@ -133,6 +147,7 @@ class DeepSpeedEngine:
                 max_tokens=self.config.max_tokens_per_micro_batch,
                 ranks=self.ranks,
             )
+        self._last_outputs = {}
         if not done.finite:
             drop_gradients(self._deepspeed)
             return self._skipped(batch, done, math.nan, rate, done.bad_sample_ids)
@@ -146,7 +161,7 @@ class DeepSpeedEngine:
 
     def _forward(self, batch: Batch, fields: Sequence[str]) -> ModelOutputs:
         run = self._module if self._deepspeed is None else self._deepspeed
-        self._last_outputs: dict[str, Tensor] = run(batch=batch, fields=tuple(fields))
+        self._last_outputs = run(batch=batch, fields=tuple(fields))
         return ModelOutputs(**self._last_outputs)
 
     def _backward(self, total: Tensor, last: bool) -> None:
@@ -168,7 +183,15 @@ class DeepSpeedEngine:
                 return norm, False
             self._deepspeed.step()
             return norm, True
-        self._deepspeed.step()
+        try:
+            self._deepspeed.step()
+        except Exception as error:
+            if "loss scale" not in str(error):
+                raise
+            raise TrainingDivergedError(
+                "the loss scale of float16 training is at its minimum and gradients are still not finite; use "
+                "bfloat16, or lower the learning rate"
+            ) from error
         if self._deepspeed.optimizer.overflow:
             return math.nan, False
         return float(self._deepspeed.get_global_grad_norm()), True
@@ -263,7 +286,7 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """See TrainEngine. The process stays in its group, which other engines may share."""
         if self._deepspeed is not None:
-            self._deepspeed.destroy()
+            release_engine(self._deepspeed, self._module)
         self._deepspeed = None
         self._module = None
         self._last_outputs = {}

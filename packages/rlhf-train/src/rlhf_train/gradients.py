@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,11 @@ def build_optimizer(model: nn.Module, config: EngineConfig, *, on_host: bool) ->
 
             logger.warning(f"{kernel.__name__} cannot be built, using torch.optim.AdamW: {error}")
     return torch.optim.AdamW(groups, fused=True, **arguments)
+
+
+def trained_elements(model: nn.Module) -> int:
+    """Number of trained values, shards counted at full size."""
+    return sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in model.parameters() if p.requires_grad)
 
 
 def _dimensions(parameter: nn.Parameter) -> int:

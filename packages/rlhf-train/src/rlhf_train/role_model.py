@@ -63,3 +63,24 @@ class RoleModel(nn.Module):
                 nothing = torch.zeros(1, self._width, dtype=self.model.dtype, device=found[name].device)
                 found[name] = found[name] + 0.0 * self.model.get_output_embeddings()(nothing).sum()
                 return
+
+
+def release_engine(engine: Any, module: nn.Module) -> None:
+    """Destroy DeepSpeed's engine and free what it holds; neither can be used any more.
+
+    Under ZeRO-3 DeepSpeed keeps process-wide references to every root module, hence to its parameters and, through
+    their hooks, to the optimizer. So these are emptied by hand.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine.destroy()
+    FWD_MODULE_STACK[:] = [entry for entry in FWD_MODULE_STACK if entry is not module]
+    for parameter in module.parameters():
+        shard: Any = getattr(parameter, "ds_tensor", None)
+        if shard is not None:
+            shard.data = torch.empty(0, dtype=shard.dtype)
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+    for optimizer in (engine.optimizer, engine.basic_optimizer):
+        if optimizer is not None:
+            vars(optimizer).clear()
+    engine.optimizer = engine.basic_optimizer = None

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from rlhf_core import ConfigError, EngineConfig
 
+from rlhf_train.adapters import LoraConfig
+
 Stage = Literal[0, 1, 2, 3]
 _HALF = ("bfloat16", "float16")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -26,6 +28,8 @@ class ZeroConfig:
     """Run rows unpadded, and prompts that rows share once, where the model allows it."""
     stage: Stage = 3
     """0 replicates everything, 1 shards the optimizer, 2 the gradients as well, 3 the parameters as well."""
+    lora: LoraConfig | None = None
+    """Train adapters only; needs the extra `lora`."""
     offload_optimizer: bool = False
     """Keep optimizer state and master weights in host memory (stage 1 and up)."""
     offload_parameters: bool = False
@@ -55,6 +59,9 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"engine options: stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        for name in ("packing", "offload_optimizer", "offload_parameters", "pin_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"engine options: {name} must be true or false, got {getattr(self, name)!r}")
         if self.offload_optimizer and self.stage == 0:
             raise ConfigError("engine options: offload_optimizer needs stage 1, 2 or 3, got stage 0")
         if self.offload_parameters and self.stage != 3:
@@ -73,15 +80,25 @@ class ZeroConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ZeroConfig:
         """Read the mapping; an unknown key is a ConfigError that gives the nearest known one."""
-        known = [item.name for item in fields(cls)]
-        for key in options:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise ConfigError(
-                    f"the deepspeed engine has no option {key!r}: {hint}known are {', '.join(sorted(known))}"
-                )
-        return cls(**options)
+        check_keys(cls, options, what="the deepspeed engine has no option")
+        given = dict(options)
+        if isinstance(lora := given.get("lora"), Mapping):
+            check_keys(LoraConfig, lora, what="the option lora has no key")
+            targets = lora.get("target_modules", "all-linear")
+            given["lora"] = LoraConfig(
+                **{**lora, "target_modules": targets if isinstance(targets, str) else tuple(targets)}
+            )
+        return cls(**given)
+
+
+def check_keys(cls: type, given: Mapping[str, Any], *, what: str) -> None:
+    """Refuse a key that is no field of the dataclass `cls`, and name the nearest."""
+    known = [item.name for item in fields(cls)]
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{what} {key!r}: {hint}known are {', '.join(sorted(known))}")
 
 
 def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
+from rlhf_train.adapters import adapted_layers, merged
 from rlhf_train.models import gathered
 
 
@@ -17,29 +18,44 @@ class ZeroWeights:
     """WeightSource for any ZeRO stage; tied parameters appear once.
 
     Transformers keeps some weights in another layout than their checkpoint (fused experts, for instance). They
-    travel under the names and in the shapes that `save_pretrained` would write.
+    travel under the names and in the shapes that `save_pretrained` would write. Adapters are merged.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._layers = adapted_layers(model)
+        self._parameters: dict[str, nn.Parameter] = {}
+        """By the name the parameter has without adapters."""
+        for name, parameter in model.named_parameters():
+            if (own := self._own_name(name)) is not None:
+                self._parameters[own] = parameter
         self._converted = True
         self._sources: dict[str, str] = {}
-        specs: list[TensorSpec] = []
+        """Checkpoint name to the parameter it is made of."""
+        self._specs = tuple(self._describe())
+        self._converted = any(target != source for target, source in self._sources.items())
+
+    def _own_name(self, name: str) -> str | None:
+        """The parameter's name without adapters; None for the adapters themselves."""
+        owner = next((layer for layer in self._layers if name.startswith(layer + ".")), None)
+        if owner is None:
+            return name
+        inner = name[len(owner) + 1 :]
+        return f"{owner}.{inner.removeprefix('base_layer.')}" if inner.startswith("base_layer.") else None
+
+    def _describe(self) -> Iterator[TensorSpec]:
         for name, parameter in self._parameters.items():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             like = torch.empty(shape, dtype=parameter.dtype, device="meta")
             for target, tensor in self._to_checkpoint({name: like}).items():
                 if target in self._sources:
                     raise ConfigError(
-                        f"weight {target!r} of {type(model).__name__} is made of several parameters "
+                        f"weight {target!r} of {type(self._model).__name__} is made of several parameters "
                         f"({self._sources[target]!r} and {name!r}); such layouts cannot be synchronised"
                     )
                 self._sources[target] = name
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                specs.append(TensorSpec(name=target, shape=tuple(tensor.shape), dtype=dtype))
-        self._specs = tuple(specs)
-        self._converted = any(target != source for target, source in self._sources.items())
+                yield TensorSpec(name=target, shape=tuple(tensor.shape), dtype=dtype)
 
     def manifest(self, version: int, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> WeightManifest:
         """See WeightSource."""
@@ -49,9 +65,13 @@ class ZeroWeights:
         """See WeightSource. One collective for the whole bucket; every rank gets the tensors."""
         wanted = [spec.name for spec in bucket.tensors]
         names = list(dict.fromkeys(self._sources[name] for name in wanted))
-        with torch.no_grad(), gathered([self._parameters[name] for name in names]):
+        layers = {name: layer for name in names if (layer := self._layers.get(name.removesuffix(".weight")))}
+        needed = [self._parameters[name] for name in names]
+        needed += [p for layer in layers.values() for n, p in layer.named_parameters() if "lora_" in n]
+        with torch.no_grad(), gathered(needed):
             # ZeRO-3 drops its reference to the full tensors at the end; these keep them alive.
             full = {name: self._parameters[name].detach() for name in names}
+            full |= {name: merged(full[name], layer) for name, layer in layers.items()}
             tensors = self._to_checkpoint(full)
         return [(name, tensors[name]) for name in wanted]
 
