@@ -21,7 +21,7 @@ from rlhf_algos.policy_terms import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPOConfig(PolicyLossConfig):
-    """Configuration of `gspo`; the clip range is far narrower than PPO's, as in the paper. Change both sides of it."""
+    """Configuration of `gspo`; the clip range is the paper's, far narrower than PPO's. Change both sides of it."""
 
     aggregation: Aggregation = "seq_mean_token_mean"
     clip_range: float = 3e-4
