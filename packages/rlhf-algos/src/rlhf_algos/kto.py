@@ -144,8 +144,8 @@ def balanced_weights(desirable: int, undesirable: int, *, ratio: float = 1.0) ->
 
     The larger class keeps weight 1. The paper advises a ratio between 1 and 4/3.
 
-    >>> balanced_weights(100, 300), balanced_weights(200, 100, ratio=4 / 3)
-    ((3.0, 1.0), (1.0, 1.5))
+    >>> balanced_weights(100, 300), balanced_weights(200, 100, ratio=1.25)
+    ((3.0, 1.0), (1.0, 1.6))
     """
     if desirable < 1 or undesirable < 1:
         raise ConfigError(
