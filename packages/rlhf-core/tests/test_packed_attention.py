@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from rlhf_core.batch import Batch
-from rlhf_core.forward import model_outputs
+from rlhf_core.forward import model_outputs, top_k_log_probs
 from rlhf_core.packed_attention import NAME, enable_packing, has_dropout, is_packing
 
 transformers = pytest.importorskip("transformers")
@@ -184,3 +185,25 @@ def test_router_loss_of_a_mixture_of_experts():
     ).aux_loss
     found = model_outputs(model, batch, ("log_probs", "aux_loss")).aux_loss
     assert torch.allclose(found.double(), expected.double(), atol=1e-6)
+
+
+def test_candidates_and_the_top_k_of_a_teacher():
+    model = causal("Qwen2")
+    assert enable_packing(model)
+    batch = make_batch()
+    logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+    everything = torch.zeros_like(logits)
+    everything[:, 1:] = (logits[:, :-1] / 2).log_softmax(-1)
+    batch = replace(batch, temperature=2.0)
+    log_probs, ids = top_k_log_probs(model, batch, 3)
+    expected = everything[batch.response_mask].topk(3)
+    assert torch.equal(ids, expected.indices)
+    assert torch.allclose(log_probs.double(), expected.values, atol=1e-6)
+    candidates = torch.zeros(*batch.token_ids.shape, 3, dtype=torch.long)
+    candidates[batch.response_mask] = ids
+    found = model_outputs(model, batch.with_columns(candidate_ids=candidates), ("candidate_log_probs",))
+    assert found.candidate_log_probs is not None
+    assert torch.allclose(found.candidate_log_probs[batch.response_mask], expected.values, atol=1e-6)
+    assert found.candidate_log_probs[~batch.response_mask].abs().max() == 0
+    found.candidate_log_probs.sum().backward()
+    assert model.lm_head.weight.grad.abs().max() > 0

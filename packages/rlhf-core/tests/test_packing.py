@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rlhf_core.accumulation import cut_micro_batches
 from rlhf_core.batch import Batch, pad_rows
 from rlhf_core.packing import Segment, pack
 
@@ -67,3 +68,12 @@ def test_every_token_finds_itself_and_its_position(rows, share):
     assert torch.equal(packed.position_ids[0][packed.places[mask]], positions[mask])
     if not share:
         assert packed.token_ids.shape[1] == batch.tokens
+
+
+def test_rows_of_one_prompt_share_a_micro_batch():
+    lengths = [9, 5, 8, 6, 7, 4]
+    groups = ["a", "b", "a", "b", "a", "b"]
+    assert cut_micro_batches(lengths, rows_per_unit=1, max_tokens=27, groups=groups) == [[0, 2, 4], [3, 1, 5]]
+    # A later group with a longer row than the rest of this one keeps the padded size within the budget.
+    cut = cut_micro_batches([10, 2, 9], rows_per_unit=1, max_tokens=20, groups=["a", "a", "b"])
+    assert cut == [[0, 1], [2]]

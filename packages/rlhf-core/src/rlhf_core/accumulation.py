@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.batch import Batch
-from rlhf_core.loss import Loss, Mean, ModelOutputs, merge_metrics
+from rlhf_core.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
 
 
 class Ranks(Protocol):
@@ -70,25 +70,46 @@ class Accumulated:
         return not self.bad_sample_ids
 
 
-def cut_micro_batches(lengths: Sequence[int], *, rows_per_unit: int, max_tokens: int) -> list[list[int]]:
+def cut_micro_batches(
+    lengths: Sequence[int], *, rows_per_unit: int, max_tokens: int, groups: Sequence[Hashable] = ()
+) -> list[list[int]]:
     """Units of rows in micro-batches of at most `max_tokens` padded tokens, longest first.
 
-    Returns lists of unit indices. A unit longer than the budget gets a micro-batch of its own.
+    Units of equal `groups` entries (one per unit; rows of the same prompt, say) stay together where they fit, so
+    that what they share is computed once. Returns lists of unit indices. A unit longer than the budget gets a
+    micro-batch of its own.
 
     >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18)
     [[1, 3], [2, 0]]
+    >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18, groups=["a", "a", "b", "b"])
+    [[1, 0], [3, 2]]
     """
     units = [max(lengths[start : start + rows_per_unit]) for start in range(0, len(lengths), rows_per_unit)]
+    names = groups or range(len(units))
+    longest: dict[Hashable, int] = {}
+    for name, unit in zip(names, units, strict=True):
+        longest[name] = max(unit, longest.get(name, 0))
+    place = {name: index for index, name in enumerate(longest)}
     cut: list[list[int]] = []
     width = 0
-    for unit in sorted(range(len(units)), key=lambda index: -units[index]):
-        rows = (len(cut[-1]) + 1) * rows_per_unit if cut else 0
-        if cut and rows * width <= max_tokens:
+    for unit in sorted(range(len(units)), key=lambda u: (-longest[names[u]], place[names[u]], -units[u])):
+        width = max(width, units[unit])
+        if cut and (len(cut[-1]) + 1) * rows_per_unit * width <= max_tokens:
             cut[-1].append(unit)
         else:
             cut.append([unit])
             width = units[unit]
     return cut
+
+
+def _cut(batch: Batch, max_tokens: int) -> list[list[int]]:
+    """Micro-batches of a batch, rows with the same prompt side by side."""
+    lengths, size = batch.lengths.tolist(), batch.rows_per_unit
+    counted = batch.response_mask.int()
+    prompts = torch.where(counted.any(dim=1), counted.argmax(dim=1), batch.lengths).tolist()
+    tokens = batch.token_ids.cpu()
+    groups = [tokens[row, : prompts[row]].numpy().tobytes() for row in range(0, batch.rows, size)]
+    return cut_micro_batches(lengths, rows_per_unit=size, max_tokens=max_tokens, groups=groups)
 
 
 def accumulate(
@@ -115,12 +136,7 @@ def accumulate(
     Stops at the first non-finite loss on any rank, on all ranks at once, and names the samples.
     """
     ranks = ranks or OneRank()
-    pieces = [
-        batch.select_units(units)
-        for units in cut_micro_batches(
-            batch.lengths.tolist(), rows_per_unit=batch.rows_per_unit, max_tokens=max_tokens
-        )
-    ]
+    pieces = [batch.select_units(units) for units in _cut(batch, max_tokens)]
     (weight,) = ranks.sum([loss.weight(batch)])
     count = ranks.max(len(pieces))
     scale = ranks.size / weight if weight else 0.0
@@ -157,11 +173,8 @@ def score_in_micro_batches(
 ) -> ModelOutputs:
     """Forward only; outputs are detached, on the CPU and in the order of the batch's rows."""
     ranks = ranks or OneRank()
-    cut = cut_micro_batches(batch.lengths.tolist(), rows_per_unit=batch.rows_per_unit, max_tokens=max_tokens)
-    result = {name: torch.zeros(()) for name in fields}
-    for name in fields:
-        shape = batch.token_ids.shape[:1] if name == "scores" else batch.token_ids.shape
-        result[name] = torch.zeros(shape)
+    cut = _cut(batch, max_tokens)
+    result = {name: getattr(zero_outputs(batch, [name]), name).cpu() for name in fields}
     with torch.no_grad():
         for index in range(ranks.max(len(cut))):
             idle = index >= len(cut)
@@ -175,7 +188,10 @@ def score_in_micro_batches(
             for name in fields:
                 value = getattr(outputs, name).detach().cpu()
                 result[name] = result[name].to(value.dtype)
-                if value.dim() == 2:
+                if not value.dim():
+                    # One number per micro-batch; the mean over rows stands for the batch.
+                    result[name] += value * len(rows) / batch.rows
+                elif value.dim() > 1:
                     result[name][rows, : value.shape[1]] = value
                 else:
                     result[name][rows] = value

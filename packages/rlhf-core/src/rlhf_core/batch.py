@@ -31,7 +31,7 @@ class Batch:
     response_mask: Bool[Tensor, "rows length"]
     """True where a token counts for the loss."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Named tensors of shape [rows] or [rows, length]: `advantages`, `old_log_probs`, `labels`, ..."""
+    """Named tensors of shape [rows], [rows, length] or [rows, length, k]: `advantages`, `old_log_probs`, ..."""
     temperature: float = 1.0
     """Log-probs are those of softmax(logits / temperature)."""
     rows_per_unit: int = 1
@@ -48,9 +48,9 @@ class Batch:
             "response_mask": self.response_mask,
             **self.columns,
         }.items():
-            if tuple(tensor.shape) not in {shape, shape[:1]}:
+            if tuple(tensor.shape) != shape[:1] and tuple(tensor.shape[:2]) != shape:
                 raise ValueError(
-                    f"column {name!r} must be [{shape[0]}] or [{shape[0]}, {shape[1]}] like token_ids, "
+                    f"column {name!r} must be [{shape[0]}] or [{shape[0]}, {shape[1]}, ...] like token_ids, "
                     f"got {tuple(tensor.shape)}"
                 )
         if self.rows_per_unit < 1 or shape[0] % self.rows_per_unit:
@@ -99,7 +99,7 @@ class Batch:
 
         def cut(tensor: Tensor) -> Tensor:
             picked = tensor[index]
-            return picked[:, :width] if picked.dim() == 2 else picked
+            return picked[:, :width] if picked.dim() > 1 else picked
 
         return replace(
             self,

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from rlhf_core.batch import Batch
 from rlhf_core.errors import CapabilityError
-from rlhf_core.log_probs import LogitScaling, chunked_log_probs
+from rlhf_core.log_probs import (
+    LogitScaling,
+    chunked_candidate_log_probs,
+    chunked_log_probs,
+    chunked_top_k,
+)
 from rlhf_core.loss import ModelOutputs
 from rlhf_core.packed_attention import has_dropout, is_packing
 from rlhf_core.packing import PackedRows, pack
@@ -53,17 +58,13 @@ def model_outputs(
     `chunk` of them at a time (None chooses by the size of the vocabulary).
     """
     routed = "aux_loss" in fields
-    if is_packing(model):
-        hidden = packed_states(model, pack(batch, share_prompts=not has_dropout(model)), routed=routed)
-    else:
-        hidden = padded_states(model, batch, routed=routed)
-    mask = batch.response_mask.clone()
-    mask[:, 0] = False
+    hidden = hidden_states(model, batch, routed=routed)
+    mask = _predicted(batch)
     result: dict[str, Tensor] = {}
     if "log_probs" in fields or "entropy" in fields:
         log_probs, entropy = chunked_log_probs(
             hidden.before(mask),
-            _language_head(model),
+            language_head(model),
             batch.token_ids[mask],
             temperature=batch.temperature,
             with_entropy="entropy" in fields,
@@ -71,6 +72,16 @@ def model_outputs(
             scaling=logit_scaling(model),
         )
         result |= {"log_probs": _scatter(log_probs, mask), "entropy": _scatter(entropy, mask)}
+    if "candidate_log_probs" in fields:
+        picked = chunked_candidate_log_probs(
+            hidden.before(mask),
+            language_head(model),
+            batch["candidate_ids"][mask],
+            temperature=batch.temperature,
+            scaling=logit_scaling(model),
+        )
+        empty = picked.new_zeros(*mask.shape, picked.shape[-1])
+        result["candidate_log_probs"] = empty.masked_scatter(mask[..., None], picked)
     if "values" in fields:
         result["values"] = _scatter(_scalar_head(model)(hidden.before(mask)).squeeze(-1), mask)
     if "scores" in fields:
@@ -80,6 +91,29 @@ def model_outputs(
     if routed:
         result["aux_loss"] = _router_loss(model, hidden)
     return ModelOutputs(**{name: tensor for name, tensor in result.items() if name in fields})
+
+
+def top_k_log_probs(model: nn.Module, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and ids, [counted tokens, k] each, of the k most likely tokens in the places of response tokens."""
+    with torch.no_grad():
+        states = hidden_states(model, batch).before(_predicted(batch))
+        return chunked_top_k(
+            states, language_head(model), k, temperature=batch.temperature, scaling=logit_scaling(model)
+        )
+
+
+def hidden_states(model: nn.Module, batch: Batch, *, routed: bool = False) -> HiddenStates:
+    """States of the last layer, packed if the model can."""
+    if is_packing(model):
+        return packed_states(model, pack(batch, share_prompts=not has_dropout(model)), routed=routed)
+    return padded_states(model, batch, routed=routed)
+
+
+def _predicted(batch: Batch) -> Bool[Tensor, "rows length"]:
+    """The counted tokens; the first of a row is predicted by nothing."""
+    mask = batch.response_mask.clone()
+    mask[:, 0] = False
+    return mask
 
 
 def padded_states(model: Any, batch: Batch, *, routed: bool = False) -> HiddenStates:
@@ -135,7 +169,12 @@ def logit_scaling(model: Any) -> LogitScaling:
     return LogitScaling(factor=factor, soft_cap=getattr(text, "final_logit_softcapping", None))
 
 
-def _language_head(model: Any) -> nn.Module:
+def language_head(model: Any) -> nn.Module:
+    """The module that makes logits.
+
+    Raises:
+        CapabilityError: the model has none.
+    """
     head = model.get_output_embeddings()
     if head is None:
         raise CapabilityError(

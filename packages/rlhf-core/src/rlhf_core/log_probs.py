@@ -69,6 +69,52 @@ def chunked_log_probs(
     return _module_log_probs(hidden, head, targets, (temperature, with_entropy, chunk or 1024, scaling))
 
 
+def chunked_candidate_log_probs(
+    hidden: Float[Tensor, "tokens hidden"],
+    head: Callable[[Tensor], Tensor],
+    candidates: Int[Tensor, "tokens k"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 256,
+    scaling: LogitScaling | None = None,
+) -> Float[Tensor, "tokens k"]:
+    """Log-probs of k tokens at each position; logits exist for `chunk` positions at a time, in both passes."""
+    scaling = scaling or LogitScaling()
+
+    def picked(part: Tensor, ids: Tensor) -> Tensor:
+        logits = scaling.apply(_wide(head(part))) / temperature
+        return logits.log_softmax(dim=-1).gather(-1, ids)
+
+    parts = [
+        checkpoint(picked, part, ids, use_reentrant=False)
+        if torch.is_grad_enabled() and hidden.requires_grad
+        else picked(part, ids)
+        for part, ids in zip(hidden.split(chunk), candidates.split(chunk), strict=True)
+    ]
+    return torch.cat(parts) if parts else hidden[:, :1] * candidates  # type: ignore[arg-type]
+
+
+def chunked_top_k(
+    hidden: Float[Tensor, "tokens hidden"],
+    head: Callable[[Tensor], Tensor],
+    k: int,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 256,
+    scaling: LogitScaling | None = None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """The k most likely tokens at each position, log-probs and ids; no gradient."""
+    scaling = scaling or LogitScaling()
+    log_probs, ids = [hidden.new_zeros(0, k, dtype=torch.float32)], [hidden.new_zeros(0, k, dtype=torch.long)]
+    with torch.no_grad():
+        for part in hidden.split(chunk):
+            logits = scaling.apply(_wide(head(part))) / temperature
+            best = logits.log_softmax(dim=-1).topk(k)
+            log_probs.append(best.values.float())
+            ids.append(best.indices)
+    return torch.cat(log_probs), torch.cat(ids)
+
+
 def _is_plain_linear(head: object) -> bool:
     if type(head) is not nn.Linear:
         return False

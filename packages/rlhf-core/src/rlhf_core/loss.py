@@ -33,6 +33,8 @@ class ModelOutputs:
     """Critic's value of the state *before* token t, V(token_ids[<t])."""
     scores: Float[Tensor, " rows"] | None = None
     """Reward model's score of the whole row."""
+    candidate_log_probs: Float[Tensor, "rows length k"] | None = None
+    """Log-probs of the k tokens per position that the batch's column `candidate_ids` [rows, length, k] names."""
     aux_loss: Float[Tensor, ""] | None = None
     """Router load-balancing loss of a mixture-of-experts model."""
 
@@ -93,6 +95,8 @@ def zero_outputs(batch: Batch, fields: Iterable[str]) -> ModelOutputs:
     """Outputs of the right shapes with nothing but zeros."""
     per_token = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
     shapes = {"scores": per_token[:, 0], "aux_loss": per_token.sum()}
+    if "candidate_ids" in batch:
+        shapes["candidate_log_probs"] = torch.zeros_like(batch["candidate_ids"], dtype=per_token.dtype)
     return ModelOutputs(**{name: shapes.get(name, per_token) for name in fields})
 
 
