@@ -44,7 +44,7 @@ def rows_of(method: str, count: int = 22) -> list[dict]:
             {"prompt": f"p{i}", "completions": ["ok", "bad"], "labels": [True, i % 2 == 0]} for i in range(count)
         ]
     pairs = [pair(i) for i in range(count)]
-    if method == "sft":
+    if method in ("sft", "distill"):
         return [{"prompt": p["prompt"], "completion": p["chosen"]} for p in pairs]
     return pairs
 
@@ -71,6 +71,9 @@ def make(tmp_path, model):
             "learning": LearningConfig(learning_rate=3e-3),
             "tensorboard": False,
         }
+        if method == "distill":
+            teacher = save_tiny_model(tmp_path / "teacher", hidden_size=48, seed=3)
+            defaults["loss"] = {"teacher": teacher, "top_k": 512}
         return OfflineConfig(method=method, **(defaults | fields))
 
     return config
@@ -250,8 +253,27 @@ def test_bad_configurations(make, fields, part):
         make("dpo", **fields)
 
 
+def test_a_student_comes_to_say_what_its_teacher_says(make):
+    config = make("distill", epochs=30, learning=LearningConfig(learning_rate=1e-2))
+    train(config)
+    rows = read_metrics(config.output / "metrics.jsonl")
+    assert rows[0]["kd_loss"] > 0.3
+    assert rows[-1]["kd_loss"] < 0.3 * rows[0]["kd_loss"]
+    assert list(config.reference_cache.glob("teacher-*.safetensors"))
+    itself = make("distill", loss={"teacher": config.model, "kd_coef": 0.5, "temperature": 2.0}, max_steps=1)
+    result = train(replace(itself, output=config.output.with_name("itself")))
+    assert result.metrics["kd_loss"] == pytest.approx(0, abs=1e-5)
+    assert result.metrics["sft_loss"] > 1
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(make, tmp_path):
+    other = save_tiny_model(tmp_path / "other", vocab_size=300)
+    with pytest.raises(ConfigError, match="300 tokens, the student's 512"):
+        train(make("distill", loss={"teacher": other}))
+
+
 @pytest.mark.stack
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "distill"])
 def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
     from rlhf_algos.config_files import dump_config
 

@@ -29,6 +29,7 @@ _SUMMARIES = {
     "sft": "Supervised fine-tuning on conversations, prompt and completion, or text.",
     "rm": "A reward model from preference pairs.",
     "prm": "A process reward model from answers with labelled steps.",
+    "distill": "Distillation from a teacher model (loss.teacher).",
 }
 
 

@@ -99,7 +99,13 @@ def divergence_from_top_k(
         config: `other_tokens` says what becomes of the rest.
     """
     student = (student_logits / config.temperature).log_softmax(dim=-1).gather(-1, teacher_ids)
-    teacher = teacher_log_probs
+    return divergence_of_known(student, teacher_log_probs, config)
+
+
+def divergence_of_known(
+    student: Float[Tensor, "*tokens k"], teacher: Float[Tensor, "*tokens k"], config: DivergenceConfig
+) -> Float[Tensor, "*tokens"]:
+    """The divergence between log-probs of the same k tokens, both at the temperature of `config`."""
     if config.other_tokens == "lump":
         student, teacher = (torch.cat([x, _log_remainder(x)], dim=-1) for x in (student, teacher))
     else:

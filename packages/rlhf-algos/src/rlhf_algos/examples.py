@@ -24,6 +24,8 @@ class Example:
     """Column name -> one value per row."""
     token_columns: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     """Column name -> one value per token of each row."""
+    counted_tensors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Column name -> per row a tensor [counted tokens, k]."""
     partner: TokenRow | None = None
     """Another example's response to this one's prompt, for estimates of the KL divergence."""
 
@@ -137,10 +139,16 @@ def collate_examples(
             [values for e in examples for values in e.token_columns[name]], value=0.0, dtype=torch.float32
         )
     per_example = len(examples[0].rows)
+    response_mask = pad_rows([row.response_mask for row in rows], value=False, dtype=torch.bool)
+    for name in examples[0].counted_tensors:
+        values = torch.cat([tensor for e in examples for tensor in e.counted_tensors[name]])
+        placed = values.new_zeros(*response_mask.shape, values.shape[-1])
+        placed[response_mask] = values
+        made[name] = placed
     return Batch(
         token_ids=pad_rows([row.token_ids for row in rows], value=pad_token_id, dtype=torch.long),
         attention_mask=pad_rows([[True] * len(row.token_ids) for row in rows], value=False, dtype=torch.bool),
-        response_mask=pad_rows([row.response_mask for row in rows], value=False, dtype=torch.bool),
+        response_mask=response_mask,
         columns={**made, **(columns or {})},
         rows_per_unit=per_example,
         sample_ids=tuple(e.name for e in examples for _ in e.rows),

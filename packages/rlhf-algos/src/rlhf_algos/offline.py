@@ -23,7 +23,14 @@ from rlhf_algos.offline_checkpoints import (
     save_checkpoint,
 )
 from rlhf_algos.offline_config import OfflineConfig
-from rlhf_algos.offline_data import OfflineData, add_reference, global_batch, load_data, own_units
+from rlhf_algos.offline_data import (
+    OfflineData,
+    add_reference,
+    add_teacher,
+    global_batch,
+    load_data,
+    own_units,
+)
 from rlhf_algos.sampling_order import batch_indices, steps_per_epoch
 from rlhf_algos.torch_ranks import join_ranks, rank_of
 
@@ -66,6 +73,8 @@ def train(config: OfflineConfig, *, on_event: Event | None = None) -> TrainResul
     total = _total_steps(config, len(data.train))
     if config.offline_method.needs_reference(config.loss):
         data = add_reference(data, config, ranks)
+    if config.offline_method.teacher(config.loss) is not None:
+        data = add_teacher(data, config, ranks)
     engine = TorchEngine(config.engine(total))
     if engine.model.config.pad_token_id is None:
         # Transformers' sequence classifiers find a row's last token by it.

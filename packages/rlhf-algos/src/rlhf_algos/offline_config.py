@@ -166,15 +166,15 @@ class OfflineConfig:
         """The method itself."""
         return find_method(self.method)
 
-    def engine(self, total_steps: int | None) -> EngineConfig:
-        """The engine to train with, or, without steps, the frozen one of the reference."""
+    def engine(self, total_steps: int | None, *, frozen: str | None = None) -> EngineConfig:
+        """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""
         run = self.run
         trained = total_steps is not None
         options: dict[str, Any] = {"packing": run.packing}
         if trained and run.lora is not None:
             options["lora"] = to_plain(run.lora)
         return EngineConfig(
-            model=self.model if trained else self.reference or self.model,
+            model=self.model if trained else frozen or self.reference or self.model,
             role=self.offline_method.role if trained else "reference",
             optimizer=self.learning.optimizer(total_steps) if total_steps is not None else None,
             dtype=run.dtype,

@@ -11,11 +11,13 @@ from rlhf_core import Batch, ConfigError, Ranks, TrainEngine
 
 from rlhf_algos.data import DataSource, read_rows
 from rlhf_algos.encoding import Encoder, TokenRow, load_encoder
+from rlhf_algos.engine import TorchEngine
 from rlhf_algos.examples import EncodingReport, Example, collate_examples, encode_rows
 from rlhf_algos.offline_config import OfflineConfig
 from rlhf_algos.offline_methods import with_partners
 from rlhf_algos.reference_cache import cache_key, default_cache, score_rows, with_reference
 from rlhf_algos.sampling_order import epoch_order, split_by_length
+from rlhf_algos.teacher import check_teacher, with_teacher
 from rlhf_algos.torch_models import check_model_path
 from rlhf_algos.torch_ranks import rank_of
 
@@ -50,6 +52,8 @@ def load_data(config: OfflineConfig) -> OfflineData:
     check_model_path(config.model)
     if config.reference is not None:
         check_model_path(config.reference, what="reference")
+    if config.offline_method.teacher(config.loss) is not None:
+        check_teacher(config.loss, config.model)
     encoder = load_encoder(
         config.tokenizer or config.model,
         chat_template=config.chat_template,
@@ -90,8 +94,6 @@ def _partnered(examples: list[Example], config: OfflineConfig) -> list[Example]:
 
 def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> OfflineData:
     """Give all examples the reference's log-probs, from the cache or from the reference model."""
-    from rlhf_algos.engine import TorchEngine
-
     model = config.reference or config.model
     everything = data.train + data.eval
     scored = with_reference(
@@ -99,6 +101,20 @@ def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> Off
         directory=config.reference_cache or default_cache(),
         key=cache_key(model, config.run.dtype, everything),
         open_engine=lambda: TorchEngine(config.engine(None)),
+        ranks=ranks,
+    )
+    return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])
+
+
+def add_teacher(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> OfflineData:
+    """Give all examples the teacher's most likely tokens, from the cache or from the teacher."""
+    everything = data.train + data.eval
+    scored = with_teacher(
+        everything,
+        config.loss,
+        directory=config.reference_cache or default_cache(),
+        dtype=config.run.dtype,
+        open_engine=lambda: TorchEngine(config.engine(None, frozen=config.loss.teacher)),
         ranks=ranks,
     )
     return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])

@@ -23,12 +23,11 @@ from rlhf_algos.method_rows import (
 )
 from rlhf_algos.pair_losses import aot_partners
 from rlhf_algos.preference_losses import DPOConfig, dpo, with_sft_divisor
+from rlhf_algos.reference_cache import PARTNER
 from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
 from rlhf_algos.reward_losses import ProcessRewardConfig, RewardLossConfig, bradley_terry, process_reward
 from rlhf_algos.sft import SFTConfig, sft
-
-PARTNER = "partner_"
-"""Prefix of the columns that belong to an example's partner."""
+from rlhf_algos.teacher import DistillConfig, distill
 
 RowScorer = Callable[[Sequence[TokenRow]], Tensor]
 """Log-probs of responses, summed over their tokens, under the current policy: [rows] float32."""
@@ -57,6 +56,8 @@ class Method:
     """Whether, under this config, examples need the reference's log-probs (column `ref_log_probs_sum`)."""
     needs_partners: Callable[[Any], bool] = lambda config: False
     """Whether examples need another example's response to their own prompt."""
+    teacher: Callable[[Any], str | None] = lambda config: None
+    """The model whose distribution the examples need, if any."""
     prepare: Prepare = _nothing
     """See `Prepare`."""
     outputs: tuple[str, ...] = ("log_probs",)
@@ -88,6 +89,10 @@ def _prepare_kto(batch: Batch, examples: Sequence[Example], scorer: RowScorer, c
         return batch
     policy = scorer([example.partner for example in examples if example.partner is not None])
     return with_kl_baseline(batch, kl_baseline(policy, batch[PARTNER + "ref_log_probs_sum"]))
+
+
+def _prepare_distill(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: DistillConfig) -> Batch:
+    return replace(batch, temperature=config.temperature)
 
 
 METHODS: Mapping[str, Method] = {
@@ -125,6 +130,13 @@ METHODS: Mapping[str, Method] = {
         role="reward",
         outputs=("values",),
         best_metric="step_accuracy",
+    ),
+    "distill": Method(
+        encode=supervised_examples,
+        function=distill,
+        config=DistillConfig,
+        teacher=lambda config: config.teacher,
+        prepare=_prepare_distill,
     ),
 }
 """Name to method."""

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from rlhf_algos.encoding import TokenRow
 from rlhf_algos.examples import Example, collate_examples
-from rlhf_algos.offline_methods import PARTNER
 from rlhf_algos.sampling_order import split_by_length
 from rlhf_algos.torch_ranks import rank_of
+
+PARTNER = "partner_"
+"""Prefix of the columns that belong to an example's partner."""
 
 _ROWS_AT_ONCE = 512
 _SAMPLED_BYTES = 1 << 20

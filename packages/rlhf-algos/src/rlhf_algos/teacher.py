@@ -1,0 +1,151 @@
+"""Offline distillation: the teacher's most likely tokens, found once and kept on disk, as the student's target."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Ranks
+from rlhf_core.accumulation import cut_micro_batches
+from rlhf_core.forward import top_k_log_probs
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_algos.distillation import DivergenceConfig, distillation_terms, divergence_of_known
+from rlhf_algos.encoding import TokenRow
+from rlhf_algos.engine import TorchEngine
+from rlhf_algos.examples import Example
+from rlhf_algos.reference_cache import cache_key, rows_batch
+from rlhf_algos.sampling_order import split_by_length
+from rlhf_algos.torch_ranks import rank_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillConfig(DivergenceConfig):
+    """Configuration of `distill`."""
+
+    teacher: str = ""
+    """Path of a Transformers directory or hub name; with the student's vocabulary."""
+    top_k: int = 64
+    """How many of the teacher's most likely tokens are kept per position."""
+    kd_coef: float = 1.0
+    """The loss is kd_coef * divergence + (1 - kd_coef) * negative log-likelihood of the data."""
+
+    def __post_init__(self) -> None:
+        DivergenceConfig.__post_init__(self)
+        if not self.teacher:
+            raise ConfigError("distill needs a teacher; write loss.teacher: path/of/the/teacher")
+        if self.top_k < 1 or not 0 <= self.kd_coef <= 1:
+            raise ConfigError(
+                f"distill: top_k must be at least 1 and kd_coef in [0, 1], got {self.top_k} and {self.kd_coef}"
+            )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of ModelOutputs that the loss needs."""
+        return ("candidate_log_probs", "log_probs") if self.kd_coef < 1 else ("candidate_log_probs",)
+
+
+def distill(outputs: ModelOutputs, batch: Batch, config: DistillConfig) -> LossTerms:
+    """Divergence from the teacher's distribution over its top-k tokens, a mean over counted tokens.
+
+    Columns: `candidate_ids` and `teacher_log_probs`, both [rows, length, k]. Distributions and likelihood are
+    those at the temperature of the batch, which is `config.temperature`.
+    """
+    if outputs.candidate_log_probs is None:
+        raise ConfigError("distill needs candidate_log_probs among the engine's outputs")
+    mask = batch.response_mask
+    student = outputs.candidate_log_probs[mask]
+    divergence = divergence_of_known(student, batch["teacher_log_probs"][mask].to(student.dtype), config)
+    placed = student.new_zeros(mask.shape).masked_scatter(mask, divergence)
+    return distillation_terms(placed, mask, kd_coef=config.kd_coef, log_probs=outputs.log_probs)
+
+
+def check_teacher(config: DistillConfig, student: str) -> None:
+    """Refuse a teacher with another vocabulary, before any weights are loaded.
+
+    Raises:
+        ConfigError: it cannot be found, or its vocabulary has another size.
+    """
+    from transformers import AutoConfig
+
+    from rlhf_algos.torch_models import check_model_path
+
+    check_model_path(config.teacher, what="loss.teacher")
+    sizes = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in (config.teacher, student)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the teacher's vocabulary has {sizes[0]} tokens, the student's {sizes[1]}; distillation compares "
+            "token by token, so take a teacher of the same family"
+        )
+    if config.top_k > sizes[0]:
+        raise ConfigError(f"distill: top_k {config.top_k} is more than the vocabulary's {sizes[0]} tokens")
+
+
+def with_teacher(
+    examples: Sequence[Example],
+    config: DistillConfig,
+    *,
+    directory: Path,
+    dtype: str,
+    open_engine: Callable[[], TorchEngine],
+    ranks: Ranks,
+) -> list[Example]:
+    """Examples with `candidate_ids` and `teacher_log_probs` for each counted token, from the cache or found now."""
+    settings = f"{cache_key(config.teacher, dtype, examples)} {config.top_k} {config.temperature}"
+    file = directory / f"teacher-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors"
+    rows = [row for example in examples for row in example.rows]
+    if ranks.max(int(not file.exists())) == 0:
+        stored = load_file(file)
+        ids, log_probs = stored["ids"], stored["log_probs"]
+    else:
+        engine = open_engine()
+        found = _score(engine, rows, config, ranks)
+        engine.close()
+        ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+        if rank_of(ranks) == 0:
+            _write(file, {"ids": ids, "log_probs": log_probs})
+    counts = [sum(row.response_mask) for row in rows]
+    split = zip(ids.split(counts), log_probs.split(counts), strict=True)
+    result = []
+    for example in examples:
+        own = [next(split) for _ in example.rows]
+        tensors = {"candidate_ids": tuple(i.long() for i, _ in own), "teacher_log_probs": tuple(p for _, p in own)}
+        result.append(replace(example, counted_tensors=tensors))
+    return result
+
+
+def _score(
+    engine: TorchEngine, rows: Sequence[TokenRow], config: DistillConfig, ranks: Ranks
+) -> list[tuple[Tensor, Tensor]]:
+    """(ids, log-probs) of each row, [counted, k]."""
+    engine.model.eval()
+    dealt = split_by_length([len(row.token_ids) for row in rows], ranks.size)
+    mine = dealt[rank_of(ranks)]
+    own: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(mine)
+    lengths = [len(rows[index].token_ids) for index in mine]
+    cut = cut_micro_batches(lengths, rows_per_unit=1, max_tokens=engine.config.max_tokens_per_micro_batch)
+    for places in cut:
+        batch = replace(rows_batch([rows[mine[p]] for p in places]), temperature=config.temperature)
+        log_probs, ids = top_k_log_probs(engine.model, batch.to(engine.device), config.top_k)
+        counts = batch.response_mask.sum(dim=1).tolist()
+        parts = zip(ids.int().cpu().split(counts), log_probs.cpu().split(counts), strict=True)
+        for place, part in zip(places, parts, strict=True):
+            own[place] = part
+    result: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(rows)
+    for indices, values in zip(dealt, ranks.gather(own), strict=True):
+        for index, value in zip(indices, values, strict=True):  # type: ignore[call-overload]
+            result[index] = value
+    return result
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as beside:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(beside) / file.name)
+        os.replace(Path(beside) / file.name, file)
