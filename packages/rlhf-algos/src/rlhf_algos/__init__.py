@@ -19,6 +19,7 @@ from rlhf_algos.preference_losses import DPOConfig
 from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig
 from rlhf_algos.reward_losses import ProcessRewardConfig, RewardLossConfig
 from rlhf_algos.sft import SFTConfig
+from rlhf_algos.teacher import DistillConfig
 from rlhf_algos.torch_models import LoraConfig, TorchOptions
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointConfig",
     "DPOConfig",
     "DataSource",
+    "DistillConfig",
     "Encoder",
     "EvalConfig",
     "KTOConfig",
