@@ -50,7 +50,7 @@ def write(tmp_path, model, **changes):
 
 
 def test_every_method_is_a_command():
-    assert set(command._SUMMARIES) == set(METHODS)
+    assert set(command._SUMMARIES) == {*METHODS, "train"}
 
 
 def test_training_from_a_file_with_overrides(call, tmp_path, model):
@@ -115,6 +115,32 @@ def test_mistakes_are_one_message_and_exit_code_2(call, tmp_path, model, overrid
     assert "Traceback" not in errors
     for part in parts:
         assert part in " ".join(errors.split()), errors
+
+
+def test_a_method_of_ones_own(call, tmp_path, model):
+    (tmp_path / "my_method.py").write_text(
+        "from dataclasses import replace\nfrom rlhf_algos import METHODS\nHALF = replace(METHODS['sft'])\n"
+    )
+    data = '{"path": "pairs.jsonl", "columns": {"completion": "chosen"}}'
+    code, out, _ = call("train", write(tmp_path, model), "method=my_method:HALF", f"train=[{data}]", "max_steps=1")
+    assert code == 0
+    assert "sft_loss" in out
+    code, _, errors = call("train", "run.yaml", "method=my_method:METHODS")
+    assert code == 2
+    assert "write a rlhf_algos.Method" in " ".join(errors.split())
+
+
+def test_a_diverging_run_is_exit_code_1(call, tmp_path, model, monkeypatch):
+    import rlhf_algos.offline
+    from rlhf_core import TrainingDivergedError
+
+    def diverge(*_, **__):
+        raise TrainingDivergedError("6 training steps in a row")
+
+    monkeypatch.setattr(rlhf_algos.offline, "train", diverge)
+    code, _, errors = call("dpo", write(tmp_path, model))
+    assert code == 1
+    assert "failed: 6 training steps" in errors
 
 
 def test_a_missing_file(call):

@@ -115,6 +115,16 @@ def test_the_reference_is_scored_once_and_then_read_from_the_cache(make, monkeyp
     assert list(config.reference_cache.glob("*.safetensors")) == [cached]
 
 
+def test_evaluation_reports_how_far_the_policy_is_from_its_reference(make):
+    config = make("dpo", learning=LearningConfig(learning_rate=0.0), max_steps=1)
+    result = train(replace(config, eval=config.train))
+    assert result.metrics["eval/kl"] == pytest.approx(0, abs=1e-4)
+    moved = make("dpo", epochs=2, output=config.output.with_name("moved"))
+    result = train(replace(moved, eval=moved.train))
+    assert abs(result.metrics["eval/kl"]) > 0.1
+    assert {"eval/accuracy", "eval/margin", "eval/loss"} <= set(result.metrics)
+
+
 def test_other_data_or_another_reference_has_its_own_cache_entry(make, tmp_path):
     config = make("dpo", max_steps=1)
     train(config)
@@ -173,6 +183,13 @@ def test_checkpoints_are_kept_to_the_last_ones_and_not_overwritten_by_mistake(ma
 
 def test_resume_without_a_checkpoint_starts_anew(make):
     assert train(make("sft", resume=True, max_steps=2)).steps == 2
+
+
+def test_a_run_is_not_continued_under_another_plan(make):
+    config = make("sft", checkpoint=CheckpointConfig(every=1), max_steps=2)
+    train(config)
+    with pytest.raises(ConfigError, match="batch_size was 4, is 5"):
+        train(replace(config, batch_size=5, resume=True))
 
 
 def test_early_stopping_keeps_the_best_model(make):

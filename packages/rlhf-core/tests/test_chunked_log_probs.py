@@ -111,3 +111,21 @@ def test_far_apart_logits_stay_finite():
     log_probs, entropy = chunked_log_probs(hidden, head, torch.tensor([0, 0]), with_entropy=True)
     assert log_probs.tolist() == [0.0, -1e4]
     assert entropy.tolist() == [0.0, 0.0]
+
+
+def test_logits_of_more_than_a_chunk_never_exist(monkeypatch):
+    import rlhf_core.log_probs as module
+
+    seen = []
+    original = module._log_softmax
+
+    def record(hidden, *rest):
+        result = original(hidden, *rest)
+        seen.append(tuple(result.shape))
+        return result
+
+    monkeypatch.setattr(module, "_log_softmax", record)
+    hidden, head, targets = case()
+    chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()
+    # Three chunks forward; the last one is kept for the backward pass, which makes the other two again.
+    assert seen == [(4, 9), (4, 9), (3, 9), (4, 9), (4, 9)]

@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 _SUMMARIES = {
+    "train": "The method that the configuration names (method: ...), also your own at module:attribute.",
     "dpo": "Direct preference optimisation and its relatives, from pairs (prompt, chosen, rejected).",
     "kto": "KTO, from single answers marked good or bad (prompt, completion, label), or from pairs.",
     "simpo": "SimPO: preference pairs without a reference model.",
@@ -50,7 +51,8 @@ def _command(method: str) -> Callable[..., None]:
         if config is not None and "=" in str(config) and not config.exists():
             extra.insert(0, str(config))
             config = None
-        settings = load_config(OfflineConfig, config, [*extra, f"method={method}"])
+        chosen = [] if method == "train" else [f"method={method}"]
+        settings = load_config(OfflineConfig, config, [*extra, *chosen])
         if print_config:
             sys.stdout.write(dump_config(settings))
             return
@@ -66,7 +68,7 @@ def _command(method: str) -> Callable[..., None]:
             typer.echo(f"{result.steps} steps; {numbers}")
             typer.echo(f"model: {result.model}" + (f"; best: {result.best}" if result.best else ""))
 
-    run.__doc__ = _SUMMARIES.get(method, f"Train with the method {method}.")
+    run.__doc__ = _SUMMARIES[method]
     return run
 
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, merge_metrics
+from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of, merge_metrics
 
 from rlhf_algos.engine import TorchEngine
 from rlhf_algos.metrics import MetricsWriter
@@ -31,6 +32,7 @@ from rlhf_algos.offline_data import (
     load_data,
     own_units,
 )
+from rlhf_algos.response_log_probs import response_log_probs
 from rlhf_algos.sampling_order import batch_indices, steps_per_epoch
 from rlhf_algos.torch_ranks import join_ranks, rank_of
 
@@ -79,7 +81,8 @@ def train(config: OfflineConfig, *, on_event: Event | None = None) -> TrainResul
     if engine.model.config.pad_token_id is None:
         # Transformers' sequence classifiers find a row's last token by it.
         engine.model.config.pad_token_id = data.encoder.pad_token_id
-    state = (load_checkpoint(checkpoints, engine) if config.resume else None) or RunState()
+    plan = _plan(config, data, total, ranks)
+    state = (load_checkpoint(checkpoints, engine, plan) if config.resume else None) or RunState(plan=plan)
     run = _Run(config=config, data=data, engine=engine, ranks=ranks, state=state, on_event=on_event)
     try:
         with MetricsWriter(
@@ -109,6 +112,19 @@ class _Run:
 def _total_steps(config: OfflineConfig, examples: int) -> int:
     total = steps_per_epoch(examples, config.batch_size) * config.epochs
     return total if config.max_steps is None else min(total, config.max_steps)
+
+
+def _plan(config: OfflineConfig, data: OfflineData, total: int, ranks: Ranks) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it continues."""
+    return {
+        "method": config.method,
+        "examples": len(data.train),
+        "batch_size": config.batch_size,
+        "steps": total,
+        "seed": config.seed,
+        "shuffle": config.shuffle,
+        "processes": ranks.size,
+    }
 
 
 def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
@@ -169,7 +185,11 @@ def _values(report: StepReport) -> dict[str, float]:
 
 
 def evaluate(engine: TrainEngine, data: OfflineData, config: OfflineConfig, ranks: Ranks) -> dict[str, float]:
-    """Loss and metrics over the whole eval set, dropout off; the same on all ranks."""
+    """Loss and metrics over the whole eval set, dropout off; the same on all ranks.
+
+    Where there is a reference, `kl` is the mean over answers of log(reference / policy), in nats: an estimate of
+    KL(reference || policy) on the answers of the data.
+    """
     loss = config.offline_method.loss(config.loss)
     parts: list[Mapping[str, Mean]] = []
     size = config.evaluation.batch_size
@@ -177,10 +197,13 @@ def evaluate(engine: TrainEngine, data: OfflineData, config: OfflineConfig, rank
         batch = global_batch(data.eval[start : start + size], data, config, engine, ranks)
         mine = own_units(batch, ranks)
         own = batch.select_units(mine or [0])
-        terms = loss(engine.score(own, loss.outputs), own)
+        outputs = engine.score(own, loss.outputs)
+        terms = loss(outputs, own)
         if mine:
-            mean = Mean(total=float(terms.total), weight=float(terms.weight))
-            parts.append({**terms.metrics, "loss": mean})
+            metrics = {**terms.metrics, "loss": Mean(total=float(terms.total), weight=float(terms.weight))}
+            if outputs.log_probs is not None and "ref_log_probs_sum" in own:
+                metrics["kl"] = mean_of(own["ref_log_probs_sum"] - response_log_probs(outputs, own))
+            parts.append(metrics)
     merged = merge_metrics(ranks.gather(merge_metrics(parts)))  # type: ignore[arg-type]
     return {name: mean.value for name, mean in merged.items()}
 

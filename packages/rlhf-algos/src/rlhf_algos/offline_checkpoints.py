@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlhf_core import ConfigError, Ranks, TrainEngine
 
@@ -28,6 +29,8 @@ class RunState:
     best_step: int = 0
     evaluations_without_gain: int = 0
     stopped_early: bool = False
+    plan: dict[str, Any] = field(default_factory=dict)
+    """What fixes the order and number of steps; a run can only be continued under the same plan."""
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
@@ -54,17 +57,29 @@ def save_checkpoint(directory: Path, engine: TrainEngine, state: RunState, *, ke
     return final
 
 
-def load_checkpoint(directory: Path, engine: TrainEngine) -> RunState | None:
-    """Continue from the last complete checkpoint; None if there is none."""
+def load_checkpoint(directory: Path, engine: TrainEngine, plan: dict[str, Any]) -> RunState | None:
+    """Continue from the last complete checkpoint; None if there is none.
+
+    Raises:
+        ConfigError: it was written under another plan, or is unreadable.
+    """
     steps = checkpoint_steps(directory)
     if not steps:
         return None
     last = directory / f"step-{steps[-1]}"
-    engine.load(last)
     try:
-        return RunState(**json.loads((last / STATE).read_text()))
+        state = RunState(**json.loads((last / STATE).read_text()))
     except (TypeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{last / STATE} is not the state of a run: {error}") from None
+    changed = [
+        f"{key} was {state.plan.get(key)!r}, is {plan[key]!r}" for key in plan if state.plan.get(key) != plan[key]
+    ]
+    if changed:
+        raise ConfigError(
+            f"{str(last)!r} cannot be continued: {'; '.join(changed)}. Restore these, or write another output"
+        )
+    engine.load(last)
+    return state
 
 
 def replace_directory(final: Path, write: Callable[[Path], None], *, ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +41,13 @@ class OfflineData:
         """Indices into `train` in the order of that epoch."""
         if not config.shuffle:
             return list(range(len(self.train)))
-        return epoch_order(self.sizes, self.weights, seed=config.seed, epoch=epoch)
+        return _kept_order(self.sizes, self.weights, config.seed, epoch)
+
+
+@lru_cache(maxsize=2)
+def _kept_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> list[int]:
+    """The order of an epoch is asked for in every step and made once."""
+    return epoch_order(sizes, weights, seed=seed, epoch=epoch)
 
 
 def load_data(config: OfflineConfig) -> OfflineData:

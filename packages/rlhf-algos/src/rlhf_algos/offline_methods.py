@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf_core import Batch, ConfigError, Loss, Role
+from rlhf_core import Batch, ConfigError, Loss, Role, load_object
 from rlhf_core.loss import LossFunction
 from torch import Tensor
 
@@ -143,15 +143,23 @@ METHODS: Mapping[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """The method of that name.
+    """The method of that name, or a user's own at `module:attribute`.
 
     Raises:
         ConfigError: there is none.
+        PluginError: the user's own cannot be imported.
     """
+    if ":" in name:
+        found = load_object(name, what="method")
+        if not isinstance(found, Method):
+            raise ConfigError(f"method {name!r} is a {type(found).__name__}; write a rlhf_algos.Method")
+        return found
     if name not in METHODS:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"method {name!r} is unknown; {hint}write one of {', '.join(sorted(METHODS))}")
+        raise ConfigError(
+            f"method {name!r} is unknown; {hint}write one of {', '.join(sorted(METHODS))}, or module:attribute"
+        )
     return METHODS[name]
 
 
