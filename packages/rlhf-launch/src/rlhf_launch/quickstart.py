@@ -34,7 +34,7 @@ SFT_STEPS = 600
 SFT_BATCH = 128
 HELD_OUT = 500
 SETTINGS: dict[str, Any] = {
-    "steps": 100,
+    "steps": 60,
     "reward": {"function": "rlhf_launch.arithmetic:exact_sum"},
     "rollout": {
         "samples_per_prompt": 16,
@@ -44,7 +44,8 @@ SETTINGS: dict[str, Any] = {
     "train": {
         "ranks": 2,
         "prompts_per_step": 32,
-        "optimizer": {"learning_rate": 3e-5},
+        "minibatches": 4,
+        "optimizer": {"learning_rate": 2e-5},
     },
 }
 
@@ -105,9 +106,9 @@ def write_config(
 
 def warm_up(start: Path, target: Path, problems: Sequence[Problem], *, seed: int, console: Console) -> None:
     """A few hundred supervised steps on random batches, with the single-process engine of rlhf-algos."""
-    optimizer = OptimizerConfig(
-        learning_rate=2e-3, schedule="cosine", warmup_steps=30, total_steps=SFT_STEPS, min_learning_rate_ratio=0.1
-    )
+    # No decay to zero: a rate held to the end stops well short of what these steps could teach, and leaves the rest
+    # to the reward.
+    optimizer = OptimizerConfig(learning_rate=1e-3, warmup_steps=30)
     engine = TorchEngine(EngineConfig(model=str(start), optimizer=optimizer, seed=seed))
     tokenizer = character_tokenizer()
     draw = random.Random(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -123,8 +124,11 @@ class RayHandle:
             error = done.exception()
             if error is None:
                 future.set_result(done.result())
-            else:
-                future.set_exception(_first_cause(self.name, method, error))
+                return
+            try:
+                error = _first_cause(self.name, method, error)
+            finally:  # whatever happens here, the caller must hear of the failure
+                future.set_exception(error)
 
         raw.add_done_callback(settle)
         return future
@@ -135,10 +139,8 @@ class RayHandle:
             return
         import ray
 
-        try:
+        with contextlib.suppress(Exception):  # the process is ended next, whatever state it is in
             ray.get(self._actor.close.remote(), timeout=timeout_s)
-        except Exception:  # the process is ended next, whatever state it is in
-            pass
         ray.kill(self._actor)
         self._actor = None
 
@@ -150,7 +152,7 @@ def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = getattr(error, "cause", None)
         if isinstance(cause, BaseException):
-            cause.add_note(f"raised by {name} in {method}; its traceback:\n{error.traceback_str}")
+            cause.add_note(f"raised by {name} in {method}; its traceback:\n{error}")
             return cause
         return error
     if isinstance(error, ray.exceptions.RayActorError):
