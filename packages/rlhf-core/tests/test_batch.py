@@ -1,5 +1,7 @@
 """Batch: validation, selection and units; collating trajectories."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -105,3 +107,10 @@ def test_collate_takes_the_samples_temperature_and_refuses_a_mixture():
     assert collate(mixed, temperature=1.0).temperature == 1.0
     with pytest.raises(ValueError, match="empty"):
         collate([])
+
+
+def test_collate_keeps_the_rewards_of_turns():
+    with_rewards = replace(trajectory("b", response=1), rewards=(0.0, 0.0, 1.5))
+    both = collate([trajectory("a", response=2), with_rewards])
+    assert both["rewards"].tolist() == [[0, 0, 0, 0], [0, 0, 1.5, 0]]
+    assert "rewards" not in collate([trajectory()])

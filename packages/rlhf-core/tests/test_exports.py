@@ -38,6 +38,7 @@ def test_the_seams_are_pinned():
         "close", "export", "load", "offload", "reload", "save", "score", "step", "weights"
     }  # fmt: skip
     assert methods(rlhf_core.RewardFunction) == {"score"}
+    assert methods(rlhf_core.Environment) == {"reset", "step"}
     assert methods(rlhf_core.WeightSource) == {"gather", "manifest"}
 
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from rlhf_core import RewardError, Score, Trajectory, check_scores
+from rlhf_core import Failed, Observation, RewardError, Score, Trajectory, check_scores, keep_scored
 
 
 def trajectory(**changes) -> Trajectory:
@@ -57,3 +57,48 @@ def test_scores_must_be_as_many_as_trajectories_and_finite():
     for bad in (math.nan, math.inf):
         with pytest.raises(RewardError, match="'p/0'"):
             check_scores([Score(value=bad)], [trajectory()], source="f")
+
+
+# ------------------------------------------------------------ rewards of environments, failures
+
+
+def test_rewards_of_turns_are_aligned_with_the_tokens():
+    assert trajectory(rewards=(0.0, -0.5, 0.0, 0.0, 1.0)).rewards[4] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ((0.0, 1.0), "differ in length"),
+        ((0.0, math.nan, 0.0, 0.0, 0.0), "position 1 is nan"),
+        ((0.0, 0.0, 1.0, 0.0, 0.0), "position 2 is 1.0"),
+    ],
+)
+def test_rewards_belong_to_sampled_tokens(rewards, message):
+    with pytest.raises(ValueError, match=f"'p/0'.*{message}"):
+        trajectory(rewards=rewards)
+
+
+def test_components_must_be_finite_too():
+    with pytest.raises(RewardError, match="component 'tidy' of sample 'p/0'") as raised:
+        check_scores([Score(value=1.0, components={"tidy": math.inf})], [trajectory()], source="f")
+    assert raised.value.sample_ids == ("p/0",)
+
+
+def test_failures_keep_their_place():
+    trajectories = [trajectory(sample_id=name) for name in ("a", "b", "c")]
+    scores = [Score(value=1.0), Failed(sample_id="b", reason="hung"), Score(value=3.0)]
+    check_scores(scores, trajectories, source="f")
+    kept, values, failed = keep_scored(trajectories, scores)
+    assert [t.sample_id for t in kept] == ["a", "c"]
+    assert [s.value for s in values] == [1.0, 3.0]
+    assert failed == [Failed(sample_id="b", reason="hung")]
+    with pytest.raises(RewardError, match="'b' failed in the place of sample 'a'"):
+        check_scores(scores[1:] + scores[:1], trajectories, source="f")
+
+
+def test_an_observation_says_one_thing():
+    with pytest.raises(ValueError, match="messages and text"):
+        Observation(messages=({"role": "user", "content": "x"},), text="x")
+    with pytest.raises(ValueError, match="finite"):
+        Observation(reward=math.inf)

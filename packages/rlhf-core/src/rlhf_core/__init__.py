@@ -4,6 +4,7 @@ from rlhf_core.accumulation import Accumulated, OneRank, Ranks, accumulate, scor
 from rlhf_core.backends import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
 from rlhf_core.batch import Batch, collate, pad_rows
 from rlhf_core.engines import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
+from rlhf_core.environments import Environment, Observation, ToolCall, Turn
 from rlhf_core.errors import (
     CapabilityError,
     ConfigError,
@@ -25,8 +26,10 @@ from rlhf_core.log_probs import chunked_log_probs, entropy_from_logits, log_prob
 from rlhf_core.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
 from rlhf_core.masking import masked_mean, masked_sum
 from rlhf_core.plugins import ROLLOUT_BACKENDS, TRAIN_ENGINES, load_object, load_plugin, plugin_names
-from rlhf_core.rewards import RewardFunction, Score, check_scores
+from rlhf_core.random_state import RandomState
+from rlhf_core.rewards import Failed, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.sampling import LogProbMeaning, SamplingConfig
+from rlhf_core.schedule import learning_rate
 from rlhf_core.trajectory import Trajectory
 from rlhf_core.transport import Link, Receiver, Sender, join, open_sender
 from rlhf_core.weights import (
@@ -54,6 +57,8 @@ __all__ = [
     "DeadlineExceeded",
     "EngineConfig",
     "EngineDiedError",
+    "Environment",
+    "Failed",
     "FinishReason",
     "GenerationRequest",
     "GenerationResult",
@@ -64,11 +69,13 @@ __all__ = [
     "Mean",
     "ModelOutputs",
     "ModuleWeights",
+    "Observation",
     "OneRank",
     "OptimizerConfig",
     "PauseMode",
     "PluginError",
     "RLHFError",
+    "RandomState",
     "Ranks",
     "Receiver",
     "ResourceError",
@@ -84,9 +91,11 @@ __all__ = [
     "StaleWeightsError",
     "StepReport",
     "TensorSpec",
+    "ToolCall",
     "TrainEngine",
     "TrainingDivergedError",
     "Trajectory",
+    "Turn",
     "UserError",
     "WeightManifest",
     "WeightSource",
@@ -99,6 +108,8 @@ __all__ = [
     "copy_into",
     "entropy_from_logits",
     "join",
+    "keep_scored",
+    "learning_rate",
     "load_object",
     "load_plugin",
     "log_probs_from_logits",

@@ -51,6 +51,8 @@ class BackendCapabilities:
     stop_strings: bool = False
     truncated_sampling: bool = True
     """top_p, top_k and min_p."""
+    images: bool = False
+    """Requests may carry images."""
     sleep: bool = False
     """`sleep` gives the accelerator's memory back; where False it is a harmless no-op."""
 

@@ -137,6 +137,8 @@ def collate(
 ) -> Batch:
     """Trajectories as a batch with the column `rollout_log_probs` ([rows, length], float32).
 
+    There is also a column `rewards` ([rows, length], float32) if an environment gave any trajectory some.
+
     The batch takes the temperature of the samples. Samples of different temperatures in one batch are an
     error: their log-probs would mean different things.
     """
@@ -148,13 +150,16 @@ def collate(
         if len(temperatures) > 1:
             raise ValueError(f"samples drawn at different temperatures in one batch: {sorted(temperatures)}")
         temperature = temperatures.pop()
+    log_probs = pad_rows([t.rollout_log_probs for t in items], value=0.0, dtype=torch.float32)
+    columns = {"rollout_log_probs": log_probs}
+    if any(t.rewards for t in items):
+        rewards = [t.rewards or (0.0,) * len(t.token_ids) for t in items]
+        columns["rewards"] = pad_rows(rewards, value=0.0, dtype=torch.float32)
     return Batch(
         token_ids=pad_rows([t.token_ids for t in items], value=pad_token_id, dtype=torch.long),
         attention_mask=pad_rows([[True] * len(t.token_ids) for t in items], value=False, dtype=torch.bool),
         response_mask=pad_rows([t.response_mask for t in items], value=False, dtype=torch.bool),
-        columns={
-            "rollout_log_probs": pad_rows([t.rollout_log_probs for t in items], value=0.0, dtype=torch.float32)
-        },
+        columns=columns,
         temperature=temperature,
         sample_ids=tuple(t.sample_id for t in items),
     )

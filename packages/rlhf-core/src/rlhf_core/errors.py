@@ -65,6 +65,11 @@ class EngineDiedError(RLHFError):
 class RewardError(RLHFError):
     """A reward function raised, exceeded its deadline, or returned the wrong number or kind of scores."""
 
+    def __init__(self, message: str, *, sample_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.sample_ids = sample_ids
+        """The samples at fault where they are known, else empty."""
+
 
 class TrainingDivergedError(RLHFError):
     """More consecutive steps than allowed had a non-finite loss or gradient."""

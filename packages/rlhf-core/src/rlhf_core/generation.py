@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.sampling import LogProbMeaning, SamplingConfig
@@ -24,6 +24,8 @@ class GenerationRequest:
     """Samples to draw."""
     seed: int | None = None
     """Sample i is drawn with seed + i, so give requests seeds at least `n` apart; None is unseeded."""
+    images: tuple[Any, ...] = ()
+    """Images in the order of their placeholders in the prompt; needs a backend with the `images` capability."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

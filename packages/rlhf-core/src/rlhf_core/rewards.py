@@ -19,20 +19,38 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """What stands in the place of a score, or of a trajectory, that could not be had: leave the sample out."""
+
+    sample_id: str
+    reason: str
+    """For people: the last error."""
+
+
 @runtime_checkable
 class RewardFunction(Protocol):
-    """Python callables, HTTP services and reward models look the same to the loop."""
+    """Python callables, HTTP services and reward models look the same to the loop.
 
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
-        """One score per trajectory, in order. `texts` are the decoded responses."""
+    `score` may be called many times at once, also while samples are being generated: it does its work off the
+    event loop.
+    """
+
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> Sequence[Score | Failed]:
+        """One score per trajectory, in order. `texts` are the decoded responses.
+
+        `Failed` drops a sample on purpose. A function that cannot tell raises RewardError instead, and the loop's
+        error policy decides.
+        """
         ...
 
 
-def check_scores(scores: Sequence[Score], trajectories: Sequence[Trajectory], *, source: str) -> None:
+def check_scores(scores: Sequence[Score | Failed], trajectories: Sequence[Trajectory], *, source: str) -> None:
     """Refuse scores of the wrong number or kind, naming the samples.
 
     Raises:
-        RewardError: fewer or more scores than trajectories, or a score that is not a finite number.
+        RewardError: fewer or more scores than trajectories, a score or component that is not a finite number, or
+            a failure of another sample than the one in its place.
     """
     if len(scores) != len(trajectories):
         raise RewardError(
@@ -40,8 +58,32 @@ def check_scores(scores: Sequence[Score], trajectories: Sequence[Trajectory], *,
             "return exactly one per trajectory, in order"
         )
     for score, trajectory in zip(scores, trajectories, strict=True):
+        if isinstance(score, Failed):
+            if score.sample_id != trajectory.sample_id:
+                raise RewardError(
+                    f"reward {source} says that {score.sample_id!r} failed in the place of sample "
+                    f"{trajectory.sample_id!r}; return scores in the order of the trajectories"
+                )
+            continue
         if not math.isfinite(score.value):
             raise RewardError(
                 f"reward {source} returned {score.value} for sample {trajectory.sample_id!r}; "
-                "return a finite number"
+                "return a finite number",
+                sample_ids=(trajectory.sample_id,),
             )
+        for name, value in score.components.items():
+            if not math.isfinite(value):
+                raise RewardError(
+                    f"reward {source} returned {value} as the component {name!r} of sample "
+                    f"{trajectory.sample_id!r}; return finite numbers",
+                    sample_ids=(trajectory.sample_id,),
+                )
+
+
+def keep_scored(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score | Failed]
+) -> tuple[list[Trajectory], list[Score], list[Failed]]:
+    """Trajectories that have a score, their scores, and the failures of the others."""
+    kept = [(t, s) for t, s in zip(trajectories, scores, strict=True) if isinstance(s, Score)]
+    failed = [score for score in scores if isinstance(score, Failed)]
+    return [trajectory for trajectory, _ in kept], [score for _, score in kept], failed

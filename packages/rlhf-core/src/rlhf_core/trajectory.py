@@ -41,6 +41,11 @@ class Trajectory:
     """True if the episode was cut off by a limit and did not end by itself."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's other columns (for instance `answer`), for reward functions."""
+    rewards: tuple[float, ...] = ()
+    """[length] What an environment gave for each turn, at the turn's last sampled token, 0 elsewhere; empty if no
+    environment gave any. A score of the episode includes them: they say where in it parts of the score fell."""
+    images: tuple[Any, ...] = ()
+    """Images of the prompt and of environment messages, in the order of their placeholders in `token_ids`."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -49,6 +54,8 @@ class Trajectory:
             "rollout_log_probs": len(self.rollout_log_probs),
             "weight_versions": len(self.weight_versions),
         }
+        if self.rewards:
+            lengths["rewards"] = len(self.rewards)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"trajectory {self.sample_id!r}: arrays differ in length: {lengths}")
         if not self.token_ids or self.response_mask[0]:
@@ -62,6 +69,13 @@ class Trajectory:
                 raise ValueError(
                     f"trajectory {self.sample_id!r}: sampled token at position {position} needs a finite "
                     f"log-prob <= 0 and a weight version >= 0, got {log_prob} and {version}"
+                )
+
+        for position, (sampled, reward) in enumerate(zip(self.response_mask, self.rewards, strict=False)):
+            if not math.isfinite(reward) or (reward and not sampled):
+                raise ValueError(
+                    f"trajectory {self.sample_id!r}: the reward at position {position} is {reward}; rewards must "
+                    "be finite, and 0 on tokens that the policy did not sample"
                 )
 
     @property

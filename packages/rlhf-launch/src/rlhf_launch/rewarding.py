@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_core import RewardFunction, Score, Trajectory, check_scores
+from rlhf_core import RewardError, RewardFunction, Score, Trajectory, check_scores, keep_scored
 
 
 class Rewarder:
@@ -27,4 +27,11 @@ class Rewarder:
         )
         scores = asyncio.run(self._reward.score(trajectories, texts))
         check_scores(scores, trajectories, source=type(self._reward).__name__)
-        return scores
+        _, kept, failed = keep_scored(trajectories, scores)
+        if failed:
+            raise RewardError(
+                f"{len(failed)} of {len(scores)} samples have no score, the first is {failed[0].sample_id!r}: "
+                f"{failed[0].reason}",
+                sample_ids=tuple(failure.sample_id for failure in failed),
+            )
+        return kept

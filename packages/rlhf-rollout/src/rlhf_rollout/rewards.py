@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
-from rlhf_core import Batch, ConfigError, ModelOutputs, RewardFunction, Score, Trajectory, check_scores, collate
+from rlhf_core import (
+    Batch,
+    ConfigError,
+    Failed,
+    ModelOutputs,
+    RewardFunction,
+    Score,
+    Trajectory,
+    check_scores,
+    collate,
+)
 
 
 class Scorer(Protocol):
@@ -59,18 +69,34 @@ class CombinedReward:
         self._rewards = dict(rewards)
         self._weights = {name: float(weights.get(name, 1.0)) for name in rewards}
 
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
-        """See RewardFunction; the components of a part `a` appear as `a` and `a/<component>`."""
-        parts = await asyncio.gather(*(reward.score(trajectories, texts) for reward in self._rewards.values()))
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | Failed]:
+        """See RewardFunction; the components of a part `a` appear as `a` and `a/<component>`.
+
+        A sample that a part drops is dropped. Where a part raises, the others are ended and its error goes on.
+        """
+        parts = await _all_or_first_error([reward.score(trajectories, texts) for reward in self._rewards.values()])
         for name, scores in zip(self._rewards, parts, strict=True):
             check_scores(scores, trajectories, source=name)
         return [self._sum(dict(zip(self._rewards, row, strict=True))) for row in zip(*parts, strict=True)]
 
-    def _sum(self, parts: Mapping[str, Score]) -> Score:
-        components: dict[str, float] = {}
+    def _sum(self, parts: Mapping[str, Score | Failed]) -> Score | Failed:
+        value, components = 0.0, {}
         for name, part in parts.items():
+            if isinstance(part, Failed):
+                return Failed(sample_id=part.sample_id, reason=f"{name}: {part.reason}")
+            value += self._weights[name] * part.value
             components[name] = part.value
-            components |= {f"{name}/{inner}": value for inner, value in part.components.items()}
-        return Score(
-            value=sum(self._weights[name] * part.value for name, part in parts.items()), components=components
-        )
+            components |= {f"{name}/{inner}": number for inner, number in part.components.items()}
+        return Score(value=value, components=components)
+
+
+async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results of all calls at once; the first error ends the others, so that none goes on unseen."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

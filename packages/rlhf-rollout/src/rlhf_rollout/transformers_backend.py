@@ -171,6 +171,8 @@ class TransformersBackend:
                 f"{name}: a prompt of {len(request.prompt_token_ids)} tokens leaves no room for a response "
                 f"within max_model_len={limit}; shorten it or raise max_model_len"
             )
+        if request.images:
+            raise CapabilityError(f"{name}: the transformers backend reads no images; send text alone")
         if request.sampling.stop:
             raise CapabilityError(
                 f"{name}: the transformers backend has no stop strings, got {request.sampling.stop}; "

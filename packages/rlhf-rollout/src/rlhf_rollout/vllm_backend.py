@@ -235,6 +235,10 @@ class VLLMBackend:
     def _room(self, request: GenerationRequest) -> int:
         """Tokens that fit behind the prompt; refuses what this backend cannot do."""
         sampling = request.sampling
+        if request.images:
+            raise CapabilityError(
+                f"request {request.request_id!r}: this backend passes no images to vLLM; send text alone"
+            )
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             raise CapabilityError(
                 f"request {request.request_id!r}: vLLM samples at no temperature between 0 and "
