@@ -2,9 +2,9 @@ import json
 
 import pytest
 from rlhf_core import ConfigError
+from rlhf_core.random_state import RandomState
 from rlhf_train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from rlhf_train.process_group import RankInfo, TrainingRanks
-from rlhf_train.random_state import RandomState
 from torch import device, equal, rand
 
 RANKS = TrainingRanks(RankInfo())

@@ -9,7 +9,6 @@ def test_the_public_names_are_pinned():
         "DeepSpeedEngine",
         "ZeroConfig",
         "ZeroWeights",
-        "learning_rate",
         "process_environment",
     ]
 

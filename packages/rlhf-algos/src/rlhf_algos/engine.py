@@ -24,9 +24,10 @@ from rlhf_core import (
     score_in_micro_batches,
 )
 from rlhf_core.packed_attention import enable_packing
+from rlhf_core.random_state import RandomState
 
 from rlhf_algos.config_files import from_mapping
-from rlhf_algos.torch_checkpoint import RandomState, load_state, load_weights, save_state, save_weights
+from rlhf_algos.torch_checkpoint import load_state, load_weights, save_state, save_weights
 from rlhf_algos.torch_models import LoraWeights, TorchOptions, load_model
 from rlhf_algos.torch_optimizer import MasterAdamW
 from rlhf_algos.torch_ranks import average_gradients, join_ranks, rank_of

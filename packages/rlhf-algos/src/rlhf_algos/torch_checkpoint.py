@@ -65,32 +65,3 @@ def load_state(path: Path, *, rank: int = 0) -> dict[str, Any]:
     if not file.exists():
         raise ConfigError(f"{str(file)!r} is missing; resume with as many processes as wrote the checkpoint")
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-class RandomState:
-    """The engine's own stream of random numbers (dropout): apart from the process's, saved and restored.
-
-    Used as a context manager round a forward pass.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._cuda = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=self._cuda):
-            torch.manual_seed(seed)
-            self.state = self._read()
-
-    def _read(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
-
-    def _write(self, state: list[Tensor]) -> None:
-        torch.set_rng_state(state[0])
-        for device, saved in zip(self._cuda, state[1:], strict=True):
-            torch.cuda.set_rng_state(saved, device)
-
-    def __enter__(self) -> None:
-        self._outside = self._read()
-        self._write(self.state)
-
-    def __exit__(self, *_: object) -> None:
-        self.state = self._read()
-        self._write(self._outside)

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from rlhf_core import OptimizerConfig
+from rlhf_core import ConfigError, OptimizerConfig
+from rlhf_core.schedule import learning_rate
 from torch import Tensor, nn
-
-
-def learning_rate_at(config: OptimizerConfig, step: int) -> float:
-    """Learning rate of the optimizer step number `step`, counted from 0.
-
-    The warm-up rises linearly and reaches the full rate with step `warmup_steps`; afterwards the rate is
-    constant, or falls to `min_learning_rate_ratio` of it, linearly or along half a cosine, until `total_steps`.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    remaining = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    floor = config.min_learning_rate_ratio
-    return config.learning_rate * (floor + (1 - floor) * remaining)
 
 
 class MasterAdamW:
     """AdamW over `parameters`; those in 16 bits are updated through float32 copies."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        if config.kind != "adamw":
+            raise ConfigError(f"this engine optimises with adamw only, got optimizer kind {config.kind!r}")
         self.config = config
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._masters = [
@@ -56,7 +42,7 @@ class MasterAdamW:
     @property
     def learning_rate(self) -> float:
         """That of the next step."""
-        return learning_rate_at(self.config, self.steps)
+        return learning_rate(self.config, self.steps)
 
     def gradient_norm(self) -> Tensor:
         """Global norm of all gradients, float32 scalar."""

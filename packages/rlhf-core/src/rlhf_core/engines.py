@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rlhf_core.batch import Batch
 from rlhf_core.errors import ConfigError
@@ -16,14 +16,21 @@ Role = Literal["policy", "critic", "reference", "reward"]
 """`policy` and `reference` are causal language models, `critic` and `reward` have a scalar head."""
 
 DType = Literal["float32", "bfloat16", "float16"]
-Schedule = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW with a warm-up schedule."""
+    """AdamW, or Muon for matrices and AdamW for the rest, with a warm-up schedule."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` (Jordan et al. 2024) orthogonalises the momentum of hidden matrices; embeddings, heads, norms and
+    biases keep AdamW. An engine without it refuses it."""
     learning_rate: float = 1e-6
+    muon_learning_rate: float | None = None
+    """Rate of the matrices under `muon`, on the same schedule; None for `learning_rate`. Muon's updates have a
+    fixed size, so its rates are larger than Adam's."""
+    muon_momentum: float = 0.95
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -33,11 +40,17 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     total_steps: int = 0
-    """Optimizer steps until a linear or cosine schedule reaches `min_learning_rate_ratio`; 0 lets the training loop
-    fill in the length of its run."""
+    """Optimizer steps until a linear, cosine or wsd schedule reaches `min_learning_rate_ratio`; 0 lets the training
+    loop fill in the length of its run."""
     min_learning_rate_ratio: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kind not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer: kind must be 'adamw' or 'muon', got {self.kind!r}")
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(
+                f"optimizer: schedule must be one of {', '.join(get_args(Schedule))}, got {self.schedule!r}"
+            )
         if self.learning_rate < 0:
             raise ConfigError(f"optimizer: learning_rate must not be negative, got {self.learning_rate}")
         if self.total_steps and self.total_steps <= self.warmup_steps:

@@ -5,7 +5,6 @@ DeepSpeed and Transformers are imported when an engine is constructed, not with 
 
 from rlhf_train.engine import DeepSpeedEngine
 from rlhf_train.environment import process_environment
-from rlhf_train.schedule import learning_rate
 from rlhf_train.zero_config import ZeroConfig
 from rlhf_train.zero_weights import ZeroWeights
 
@@ -13,6 +12,5 @@ __all__ = [
     "DeepSpeedEngine",
     "ZeroConfig",
     "ZeroWeights",
-    "learning_rate",
     "process_environment",
 ]

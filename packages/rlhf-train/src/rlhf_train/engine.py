@@ -21,6 +21,8 @@ from rlhf_core import (
     score_in_micro_batches,
 )
 from rlhf_core.accumulation import Accumulated
+from rlhf_core.random_state import RandomState
+from rlhf_core.schedule import learning_rate
 from torch import Tensor
 
 from rlhf_train.adapters import add_adapters
@@ -36,9 +38,7 @@ from rlhf_train.gradients import (
 from rlhf_train.models import load_model
 from rlhf_train.offload import move_engine
 from rlhf_train.process_group import TrainingRanks, join_training_ranks
-from rlhf_train.random_state import RandomState
 from rlhf_train.role_model import RoleModel, release_engine
-from rlhf_train.schedule import learning_rate
 from rlhf_train.zero_config import ZeroConfig, check_compatible, deepspeed_config
 from rlhf_train.zero_weights import ZeroWeights
 
