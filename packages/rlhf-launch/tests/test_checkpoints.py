@@ -1,5 +1,4 @@
 import pytest
-
 from rlhf_core import DataError
 from rlhf_launch.checkpoints import CheckpointStore
 

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 import yaml
-from typer.testing import CliRunner
-
 from rlhf_launch.command import app
+from typer.testing import CliRunner
 
 
 @pytest.fixture
@@ -90,9 +89,8 @@ def test_an_empty_file(run, tmp_path):
 
 
 def test_messages_without_a_chat_template(run, tmp_path, folder):
-    from transformers import AutoTokenizer
-
     from rlhf_core.testing.tiny import save_tiny_model
+    from transformers import AutoTokenizer
 
     save_tiny_model(tmp_path / "plain")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")

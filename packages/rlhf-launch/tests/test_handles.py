@@ -2,7 +2,6 @@ import asyncio
 import threading
 
 import pytest
-
 from rlhf_core import DeadlineExceeded
 from rlhf_launch.handles import LocalHandle, gather
 

@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from rlhf_core import RewardError
 from rlhf_launch.assemble import run_online
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def read_rows(run):

@@ -1,5 +1,4 @@
 import pytest
-
 from rlhf_algos.data import Row
 from rlhf_core import DataError
 from rlhf_core.testing.tiny import byte_tokenizer

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from rlhf_core import EngineDiedError, ResourceError, WeightSyncError
 from rlhf_launch.handles import gather
 from rlhf_launch.placement import WorkerPlan

@@ -1,4 +1,4 @@
-"""The whole stack, real: Ray places two ZeRO-3 ranks each for policy and critic, a reference, a reward model and vLLM.
+"""The whole stack, real: Ray places two ZeRO-3 ranks each of policy and critic, reference, reward model, vLLM.
 
 Everything is started once; the tests run in order on the same workers.
 """
@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-
 from rlhf_algos.config_files import from_mapping
 from rlhf_core import ResourceError, collate
 from rlhf_launch.assemble import open_run
@@ -127,9 +126,8 @@ def test_restored_engines_go_on_bit_for_bit(run):
 
 
 def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     from rlhf_core import model_outputs
+    from transformers import AutoModelForCausalLM
 
     run.roles.policy.export(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()

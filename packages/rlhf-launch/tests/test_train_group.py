@@ -1,7 +1,6 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rlhf_core import Batch, ModelOutputs
 from rlhf_launch.handles import LocalHandle
 from rlhf_launch.train_group import TrainGroup, deal_units

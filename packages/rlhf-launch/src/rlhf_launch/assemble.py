@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rlhf_algos.config_files import dump_config
-from rlhf_core import RewardFunction, Role
+from rlhf_core import RewardFunction
 from rlhf_rollout import CombinedReward, ModelReward
 
 from rlhf_launch.checkpoints import CheckpointStore
@@ -98,7 +98,7 @@ def _place_roles(
     for handle in handles:
         stack.callback(handle.close)
     timeout_s = config.placement.timeout_s
-    groups: dict[Role, TrainGroup] = {}
+    groups: dict[str, TrainGroup] = {}
     for role, role_plans in plans.items():
         groups[role] = TrainGroup(role, handles[: len(role_plans)], timeout_s=timeout_s)
         handles = handles[len(role_plans) :]

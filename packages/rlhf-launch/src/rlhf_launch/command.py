@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    help="Reinforcement learning from human feedback: Ray places the workers, vLLM generates, DeepSpeed ZeRO-3 trains.",
+    help="Reinforcement learning from human feedback: Ray places workers, vLLM generates, DeepSpeed ZeRO-3 trains.",
 )
 
 Overrides = Annotated[

@@ -30,22 +30,28 @@ def choose_components(config: RunConfig) -> Components:
         ResourceError: cuda is asked for and there is none, or several ranks without Ray.
     """
     reasons: list[str] = []
-    executor = _pick("placement", config.placement.executor, "ray", "local", "everything in one process", reasons)
+    executor = _pick("placement", config.placement.executor, "ray", "local", "all in one process", reasons)
     engine = _pick("training", config.train.engine, "deepspeed", "torch", "single-process torch", reasons)
     backend = _pick("rollout", config.rollout.backend, "vllm", "transformers", "readable, slower", reasons)
     load_plugin_checked(TRAIN_ENGINES, engine)
     load_plugin_checked(ROLLOUT_BACKENDS, backend)
     if executor == "local" and (config.train.ranks > 1 or config.rollout.engines > 1):
         raise ResourceError(
-            f"the local executor runs one rank and one engine in this process; train.ranks={config.train.ranks} and "
-            f"rollout.engines={config.rollout.engines} need placement.executor=ray"
+            f"the local executor runs one rank and one engine in this process; train.ranks={config.train.ranks} "
+            f"and rollout.engines={config.rollout.engines} need placement.executor=ray"
         )
     if engine == "torch" and config.train.ranks > 1:
         raise ResourceError(
-            f"train.ranks={config.train.ranks} needs train.engine=deepspeed; the torch engine is single-process here"
+            f"train.ranks={config.train.ranks} needs train.engine=deepspeed; the torch engine has one rank here"
         )
     device = _device(config, reasons)
-    return Components(executor=executor, engine=engine, backend=backend, device=device, reasons=tuple(reasons))  # type: ignore[arg-type]
+    return Components(
+        executor=executor,  # type: ignore[arg-type]
+        engine=engine,
+        backend=backend,
+        device=device,  # type: ignore[arg-type]
+        reasons=tuple(reasons),
+    )
 
 
 def load_plugin_checked(group: str, name: str) -> None:

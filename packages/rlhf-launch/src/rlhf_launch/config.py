@@ -181,8 +181,8 @@ class RunConfig:
         samples = self.train.prompts_per_step * self.rollout.samples_per_prompt
         if samples < self.train.minibatches * self.train.ranks:
             raise ConfigError(
-                f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut into "
-                f"{self.train.minibatches} minibatches for {self.train.ranks} ranks; every rank needs a sample"
+                f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut "
+                f"into {self.train.minibatches} minibatches for {self.train.ranks} ranks; every rank needs a sample"
             )
         if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ConfigError(

@@ -89,8 +89,8 @@ def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> li
             raise error
     if pending:
         raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for {what}; {len(done)} of {len(futures)} calls returned. Look at the workers' "
-            "logs, or raise `placement.timeout_s`"
+            f"waited {timeout_s:g} s for {what}; {len(done)} of {len(futures)} calls returned. Look at the "
+            "workers' logs, or raise `placement.timeout_s`"
         )
     return [future.result() for future in futures]
 

@@ -41,8 +41,10 @@ class WorkerPlan:
 class Executor(Protocol):
     """Places workers."""
 
-    transports: Sequence[str]
-    """Ways for the weights from trainer to generator, best first."""
+    @property
+    def transports(self) -> Sequence[str]:
+        """Ways for the weights from trainer to generator, best first."""
+        ...
 
     def place(self, plans: Sequence[WorkerPlan]) -> Sequence[Handle]:
         """Start all workers; a handle for each, in order."""

@@ -91,8 +91,8 @@ def _prompts(config: RunConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prom
         return prompts, held_out, dropped + more
     if data.eval_rows >= len(prompts):
         raise ConfigError(
-            f"data.eval_rows={data.eval_rows} leaves none of the {len(prompts)} prompts to train on; lower it or give "
-            "data.eval_prompts"
+            f"data.eval_rows={data.eval_rows} leaves none of the {len(prompts)} prompts to train on; lower it or "
+            "give data.eval_prompts"
         )
     cut = len(prompts) - data.eval_rows
     return prompts[:cut], prompts[cut:], dropped

@@ -67,8 +67,8 @@ def _tokenise(row: Row, tokenizer: Any, config: DataSection) -> tuple[str, list[
     elif isinstance(messages, list):
         if getattr(tokenizer, "chat_template", None) is None:
             raise DataError(
-                f"{row.place}: the prompt is a list of chat messages, but the tokenizer has no chat template; use a chat "
-                "model's tokenizer, or give plain text with data.chat=false"
+                f"{row.place}: the prompt is a list of chat messages, but the tokenizer has no chat template; use "
+                "a chat model's tokenizer, or give plain text with data.chat=false"
             )
         if config.system_prompt is not None:
             messages = [{"role": "system", "content": config.system_prompt}, *messages]

@@ -1,4 +1,4 @@
-"""The main job on one machine, from nothing: a small model, some supervised training, then GRPO on the full stack."""
+"""The main job on one machine, from nothing: a small model, a supervised warm-up, then GRPO on the full stack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from rlhf_algos.config_files import load_config
 from rlhf_algos.engine import TorchEngine
 from rlhf_algos.sft import SFTConfig, sft
-from rlhf_core import EngineConfig, Loss, OptimizerConfig
+from rlhf_core import Batch, EngineConfig, Loss, OptimizerConfig
 
 from rlhf_launch.arithmetic import (
     Problem,
@@ -30,8 +30,9 @@ from rlhf_launch.assemble import run_online
 from rlhf_launch.config import RunConfig
 from rlhf_launch.report import Evaluation
 
-SFT_STEPS = 600
-SFT_BATCH = 128
+WARM_UP_BATCH = 128
+WARM_UP_TARGET = 0.3
+WARM_UP_MAX_STEPS = 900
 HELD_OUT = 500
 SETTINGS: dict[str, Any] = {
     "steps": 60,
@@ -65,9 +66,9 @@ def run_quickstart(
     config = write_config(folder, problems, held_out, seed=seed, overrides=overrides)
     parameters = make_model(folder / "random", seed=seed)
     console.print(f"[bold]1[/] supervised warm-up of a {parameters / 1e6:.2f} M parameter Qwen2 on two-digit sums")
-    warm_up(folder / "random", folder / "warmed-up", problems, seed=seed, console=console)
+    steps = warm_up(folder / "random", folder / "warmed-up", problems, seed=seed, console=console)
     warm_up_seconds = time.perf_counter() - begin
-    console.print(f"  {SFT_STEPS} steps of {SFT_BATCH} rows, {warm_up_seconds:.0f} s")
+    console.print(f"  {steps} steps of {WARM_UP_BATCH} rows, {warm_up_seconds:.0f} s")
     console.print("[bold]2[/] GRPO with a verifiable reward; the parts:")
     run = run_online(config, console=console)
     before, after = run.reporter.evaluations[0], run.reporter.evaluations[-1]
@@ -104,21 +105,33 @@ def write_config(
     return load_config(RunConfig, path, overrides)
 
 
-def warm_up(start: Path, target: Path, problems: Sequence[Problem], *, seed: int, console: Console) -> None:
-    """A few hundred supervised steps on random batches, with the single-process engine of rlhf-algos."""
-    # No decay to zero: a rate held to the end stops well short of what these steps could teach, and leaves the rest
-    # to the reward.
+def warm_up(start: Path, target: Path, problems: Sequence[Problem], *, seed: int, console: Console) -> int:
+    """Supervised steps until the model solves about a third of the sums when it samples; returns how many.
+
+    Stopping there leaves something to improve, whatever the seed. The rate is held: no decay.
+    """
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup_steps=30)
     engine = TorchEngine(EngineConfig(model=str(start), optimizer=optimizer, seed=seed))
     tokenizer = character_tokenizer()
     draw = random.Random(seed)
+    probe = supervised_batch(draw.sample(list(problems), 256), tokenizer)
     loss = Loss(function=sft, config=SFTConfig())
-    for _ in track(range(SFT_STEPS), description="  warm-up", console=console, transient=True):
-        engine.step(supervised_batch(draw.sample(list(problems), SFT_BATCH), tokenizer), loss)
+    steps = 0
+    for steps in track(range(1, WARM_UP_MAX_STEPS + 1), description="  warm-up", console=console, transient=True):
+        engine.step(supervised_batch(draw.sample(list(problems), WARM_UP_BATCH), tokenizer), loss)
+        if steps % 10 == 0 and chance_of_right_answer(engine, probe) >= WARM_UP_TARGET:
+            break
     target.mkdir()
     engine.export(target)
     tokenizer.save_pretrained(target)
     engine.close()
+    return steps
+
+
+def chance_of_right_answer(engine: TorchEngine, batch: Batch) -> float:
+    """Mean probability that a sampled answer is the right one: the expected reward, without sampling."""
+    log_probs = engine.score(batch, ("log_probs",)).log_probs
+    return float(log_probs.sum(dim=1).exp().mean()) if log_probs is not None else 0.0
 
 
 def show_samples(console: Console, evaluation: Evaluation, *, count: int = 5) -> None:

@@ -77,8 +77,8 @@ class RayCluster:
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=self._timeout_s):
             raise ResourceError(
-                f"the Ray cluster gave no room for {len(plans)} workers within {self._timeout_s:g} s; other jobs may "
-                "hold its resources (see `ray status`)"
+                f"the Ray cluster gave no room for {len(plans)} workers within {self._timeout_s:g} s; other jobs "
+                "may hold its resources (see `ray status`)"
             )
         handles = []
         for index, plan in enumerate(plans):
@@ -147,15 +147,15 @@ class RayHandle:
 
 def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
     """The exception the worker raised, instead of Ray's wrapper around it."""
-    import ray
+    from ray.exceptions import RayActorError, RayTaskError
 
-    if isinstance(error, ray.exceptions.RayTaskError):
+    if isinstance(error, RayTaskError):
         cause = getattr(error, "cause", None)
         if isinstance(cause, BaseException):
             cause.add_note(f"raised by {name} in {method}; its traceback:\n{error}")
             return cause
         return error
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayActorError):
         return EngineDiedError(f"{name} died during {method}: {error}")
     return error
 

@@ -49,7 +49,7 @@ class PhaseClock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Seconds per phase and for the step; sampled tokens per second of generation, all per second of training."""
+        """Seconds per phase and step; tokens per second: sampled ones of generation, all of training."""
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
         metrics["seconds/step"] = time.perf_counter() - self._begin
         sampled, trained = int(batch.response_mask.sum()), batch.tokens
