@@ -28,7 +28,7 @@ def lint(session):
 @nox.session
 def typecheck(session):
     """Types of the five packages."""
-    session.run("uv", "run", "--locked", "--group", "typecheck", "pyright", external=True)
+    session.run("pyright")
 
 
 @nox.session
@@ -58,7 +58,9 @@ def own_backend(session):
         constraints(session, "rlhf-launch"),
         *wheels(session, "rlhf-launch"),
         wheel(session, ROOT / "examples" / "rollout-backend"),
+        *("pytest", "pytest-timeout"),
     )
+    session.run("pytest", "-q", "examples/rollout-backend/tests", env=ENVIRONMENT)
     session.run("python", "tests/wheels/own_backend.py", env=ENVIRONMENT)
 
 

@@ -22,9 +22,7 @@ def train(method: str, rows: list[dict], folder: Path, model: Path) -> None:
     data = folder / f"{method}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = folder / f"{method}.yaml"
-    config.write_text(
-        f"model: {{model: {model}}}\ndata: {{train: [{{path: {data}}}]}}\noutput_dir: {folder / method}\n"
-    )
+    config.write_text(f"model: {model}\ntrain: [{{path: {data}}}]\noutput: {folder / method}\nbatch_size: 8\n")
     command = [str(Path(sys.executable).with_name("rlhf-algos")), method, str(config)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if finished.returncode:

@@ -6,6 +6,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 
+def letters(completions: list[str], **columns: object) -> list[float]:
+    """The share of letters: a random model earns a little of it, so there is something to learn from."""
+    return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions]
+
+
 def main() -> None:
     """Two GRPO steps with the external backend and no vLLM in sight."""
     from importlib.util import find_spec
@@ -15,11 +20,19 @@ def main() -> None:
         raise SystemExit(f"the example backend is not registered; found {names}")
     if find_spec("vllm"):
         raise SystemExit("this environment was meant to be without vLLM")
+    from rlhf_core import SamplingConfig
     from rlhf_core.testing.tiny import save_tiny_model
     from rlhf_launch.assemble import run_online
-    from rlhf_launch.config import AlgorithmSection, DataSection, ModelSection, PlacementSection, RewardSection
-    from rlhf_launch.config import RolloutSection, RunConfig, TrainSection
-    from rlhf_core import SamplingConfig
+    from rlhf_launch.config import (
+        AlgorithmSection,
+        DataSection,
+        ModelSection,
+        PlacementSection,
+        RewardSection,
+        RolloutSection,
+        RunConfig,
+        TrainSection,
+    )
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -30,7 +43,7 @@ def main() -> None:
         config = RunConfig(
             model=ModelSection(policy=save_tiny_model(folder / "model")),
             data=DataSection(prompts=str(prompts)),
-            reward=RewardSection(function="rlhf_launch.arithmetic:exact_sum"),
+            reward=RewardSection(function="own_backend:letters"),
             algorithm=AlgorithmSection(name="grpo"),
             rollout=RolloutSection(backend="plain", samples_per_prompt=4, sampling=SamplingConfig(max_tokens=8)),
             train=TrainSection(engine="torch", prompts_per_step=4),
@@ -42,6 +55,8 @@ def main() -> None:
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         if run.state.step != 2 or [row["weight_version"] for row in rows] != [1, 2]:
             raise SystemExit(f"the run did not take two steps: {rows}")
+        if not all(row["grad_norm"] > 0 for row in rows):
+            raise SystemExit(f"nothing was learnt, so nothing was synced: {rows}")
         if not all(row["mismatch/log_prob_max"] < 1e-4 for row in rows):
             raise SystemExit(f"the backend's log-probs differ from the trainer's: {rows}")
         print("own backend: 2 steps, weights synced, log-probs agree to 1e-4")
