@@ -1,4 +1,4 @@
-"""Run where all rlhf wheels and the example backend's wheel are installed: a run with the backend chosen by name."""
+"""Run where all rlhf wheels and the example backend are installed: a run with the backend chosen by name."""
 
 import json
 import tempfile
