@@ -80,9 +80,15 @@ def test_rewards_belong_to_sampled_tokens(rewards, message):
 
 
 def test_components_must_be_finite_too():
-    with pytest.raises(RewardError, match="component 'tidy' of sample 'p/0'") as raised:
+    with pytest.raises(RewardError, match="component 'tidy' for sample 'p/0'") as raised:
         check_scores([Score(value=1.0, components={"tidy": math.inf})], [trajectory()], source="f")
     assert raised.value.sample_ids == ("p/0",)
+
+
+def test_token_rewards_are_aligned_with_the_trajectory():
+    check_scores([Score(value=1.0, rewards=(0.0, 0.5, 0.0, 0.0, 0.5))], [trajectory()], source="f")
+    with pytest.raises(RewardError, match="2 token rewards"):
+        check_scores([Score(value=1.0, rewards=(0.5, 0.5))], [trajectory()], source="f")
 
 
 def test_failures_keep_their_place():
@@ -93,7 +99,7 @@ def test_failures_keep_their_place():
     assert [t.sample_id for t in kept] == ["a", "c"]
     assert [s.value for s in values] == [1.0, 3.0]
     assert failed == [Failed(sample_id="b", reason="hung")]
-    with pytest.raises(RewardError, match="'b' failed in the place of sample 'a'"):
+    with pytest.raises(RewardError, match="failure of 'b' for sample 'a'"):
         check_scores(scores[1:] + scores[:1], trajectories, source="f")
 
 

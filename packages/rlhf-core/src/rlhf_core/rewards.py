@@ -17,6 +17,9 @@ class Score:
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
+    rewards: tuple[float, ...] = ()
+    """[length of the trajectory] Where in it parts of the score fell (the steps of a process reward), 0 elsewhere;
+    empty if the score is for the whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,27 +60,28 @@ def check_scores(scores: Sequence[Score | Failed], trajectories: Sequence[Trajec
             f"reward {source} returned {len(scores)} scores for {len(trajectories)} trajectories; "
             "return exactly one per trajectory, in order"
         )
-    for score, trajectory in zip(scores, trajectories, strict=True):
-        if isinstance(score, Failed):
-            if score.sample_id != trajectory.sample_id:
-                raise RewardError(
-                    f"reward {source} says that {score.sample_id!r} failed in the place of sample "
-                    f"{trajectory.sample_id!r}; return scores in the order of the trajectories"
-                )
-            continue
-        if not math.isfinite(score.value):
-            raise RewardError(
-                f"reward {source} returned {score.value} for sample {trajectory.sample_id!r}; "
-                "return a finite number",
-                sample_ids=(trajectory.sample_id,),
-            )
-        for name, value in score.components.items():
-            if not math.isfinite(value):
-                raise RewardError(
-                    f"reward {source} returned {value} as the component {name!r} of sample "
-                    f"{trajectory.sample_id!r}; return finite numbers",
-                    sample_ids=(trajectory.sample_id,),
-                )
+    found = [(t.sample_id, _fault(score, t)) for score, t in zip(scores, trajectories, strict=True)]
+    if bad := [(sample_id, fault) for sample_id, fault in found if fault]:
+        raise RewardError(
+            f"reward {source} returned {bad[0][1]} for sample {bad[0][0]!r}"
+            + (f" and {len(bad) - 1} more like it" if len(bad) > 1 else "")
+            + "; return finite numbers, in the order of the trajectories",
+            sample_ids=tuple(sample_id for sample_id, _ in bad),
+        )
+
+
+def _fault(score: Score | Failed, trajectory: Trajectory) -> str:
+    """What is wrong with a score; empty if nothing is."""
+    if isinstance(score, Failed):
+        other = score.sample_id != trajectory.sample_id
+        return f"the failure of {score.sample_id!r}" if other else ""
+    if not math.isfinite(score.value):
+        return f"{score.value}"
+    if bad := [name for name, value in score.components.items() if not math.isfinite(value)]:
+        return f"{score.components[bad[0]]} as the component {bad[0]!r}"
+    if score.rewards and len(score.rewards) != len(trajectory.token_ids):
+        return f"{len(score.rewards)} token rewards (it has {len(trajectory.token_ids)} tokens)"
+    return "a token reward that is not finite" if not all(map(math.isfinite, score.rewards)) else ""
 
 
 def keep_scored(

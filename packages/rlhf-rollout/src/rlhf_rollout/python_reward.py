@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -38,14 +39,20 @@ class PythonReward:
     The function takes either one sample (`completion`, `prompt`) or a batch (`completions`, `prompts`, the
     convention of TRL), and by name any column of the data; batched functions get columns as lists. It may also
     ask for `completion_ids`, the response's token ids. It returns a number per sample, or a dict whose `score` is
-    the number and whose other entries are logged under their names.
+    the number and whose other entries are logged under their names. `options` are further keyword arguments, the
+    same in every call.
 
     Raises:
-        PluginError: the path cannot be imported, or the signature is neither of the two.
+        PluginError: the path cannot be imported, the signature is neither of the two, or has not the options.
     """
 
     def __init__(
-        self, function: str | Callable[..., Any], *, timeout_s: float = 60.0, name: str | None = None
+        self,
+        function: str | Callable[..., Any],
+        *,
+        timeout_s: float = 60.0,
+        name: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(function, str):
             name = name or function
@@ -53,8 +60,10 @@ class PythonReward:
         if not callable(function):
             raise PluginError(f"reward function {name!r} is a {type(function).__name__}, not a function; {_HOW_TO}")
         self.name: str = name or getattr(function, "__qualname__", type(function).__name__)
-        self.signature = read_signature(function, name=self.name)
+        function, options = _with_options(function, options or {}, name=self.name)
+        self.signature = read_signature(function, name=self.name, bound=frozenset(options))
         self._function = function
+        self._bound = frozenset(options)
         self._timeout_s = timeout_s
 
     async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
@@ -95,7 +104,8 @@ class PythonReward:
                 raise RewardError(
                     f"reward {self.name} needs the column {min(missing)!r}, which sample "
                     f"{trajectory.sample_id!r} does not have (columns: {', '.join(sorted(trajectory.metadata))}); "
-                    "add it to the data or give the parameter a default"
+                    "add it to the data or give the parameter a default",
+                    sample_ids=(trajectory.sample_id,),
                 )
 
     def _run(self, trajectories: Sequence[Trajectory], texts: Sequence[str], future: Future[list[Any]]) -> None:
@@ -122,7 +132,7 @@ class PythonReward:
             try:
                 calls.append(self._function(**self._sample_arguments(trajectory, text)))
             except Exception as error:
-                raise self._failure(error, f"sample {trajectory.sample_id!r}") from error
+                raise self._failure(error, f"sample {trajectory.sample_id!r}", trajectory) from error
         if not any(map(inspect.isawaitable, calls)):
             return calls
 
@@ -132,17 +142,20 @@ class PythonReward:
         outcomes = asyncio.run(all_at_once())
         for trajectory, outcome in zip(trajectories, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                raise self._failure(outcome, f"sample {trajectory.sample_id!r}") from outcome
+                raise self._failure(outcome, f"sample {trajectory.sample_id!r}", trajectory) from outcome
         return outcomes
 
-    def _failure(self, error: BaseException, samples: str) -> RewardError:
-        failure = RewardError(f"reward {self.name} raised {type(error).__name__} for {samples}: {error}")
+    def _failure(self, error: BaseException, samples: str, trajectory: Trajectory | None = None) -> RewardError:
+        failure = RewardError(
+            f"reward {self.name} raised {type(error).__name__} for {samples}: {error}",
+            sample_ids=(trajectory.sample_id,) if trajectory is not None else (),
+        )
         failure.__cause__ = error
         return failure
 
     def _batch_arguments(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> dict[str, Any]:
         rows = [_columns(trajectory) for trajectory in trajectories]
-        names = set().union(*rows) if self.signature.any_columns else self.signature.columns
+        names = set().union(*rows) - self._bound if self.signature.any_columns else self.signature.columns
         columns = {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
         columns.pop("prompts", None)
         if self.signature.any_columns or "prompts" in self.signature.columns:
@@ -151,12 +164,15 @@ class PythonReward:
 
     def _sample_arguments(self, trajectory: Trajectory, text: str) -> dict[str, Any]:
         row = _columns(trajectory)
-        wanted = row if self.signature.any_columns else {n: row[n] for n in self.signature.columns if n in row}
+        names = set(row) - self._bound if self.signature.any_columns else self.signature.columns & set(row)
+        wanted = {name: row[name] for name in names}
         return {**wanted, "completion": text}
 
 
-def read_signature(function: Callable[..., Any], *, name: str) -> RewardSignature:
-    """Tell how a reward function wants to be called.
+def read_signature(
+    function: Callable[..., Any], *, name: str, bound: frozenset[str] = frozenset()
+) -> RewardSignature:
+    """Tell how a reward function wants to be called; `bound` parameters have their value already.
 
     >>> read_signature(lambda completions, answer: [], name="f").required
     frozenset({'answer'})
@@ -177,7 +193,7 @@ def read_signature(function: Callable[..., Any], *, name: str) -> RewardSignatur
             f"({', '.join(str(p) for p in parameters)}); {_HOW_TO}"
         )
     batched = "completions" in texts
-    columns = by_name - texts
+    columns = by_name - texts - bound
     required = {p.name for p in parameters if p.name in columns and p.default is p.empty}
     if not batched and "prompts" in required:
         raise PluginError(
@@ -189,6 +205,24 @@ def read_signature(function: Callable[..., Any], *, name: str) -> RewardSignatur
         required=frozenset("prompt" if column == "prompts" else column for column in required),
         any_columns=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def _with_options(
+    function: Callable[..., Any], options: Mapping[str, Any], *, name: str
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """The function with its options filled in."""
+    if not options:
+        return function, options
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"the signature of reward function {name} cannot be read ({error})") from error
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if unknown := sorted(set(options) - known):
+        raise PluginError(
+            f"reward function {name} has no option {unknown[0]!r}; it has {', '.join(sorted(known)) or 'none'}"
+        )
+    return functools.partial(function, **options), options
 
 
 def _columns(trajectory: Trajectory) -> dict[str, Any]:
@@ -215,7 +249,8 @@ def _score(value: Any, name: str, sample_id: str) -> Score:
     except (TypeError, ValueError, KeyError):
         raise RewardError(
             f"reward {name} returned {value!r} for sample {sample_id!r}; "
-            "return a number, or a dict of numbers with the key 'score'"
+            "return a number, or a dict of numbers with the key 'score'",
+            sample_ids=(sample_id,),
         ) from None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rlhf_core import (
     Batch,
@@ -17,6 +17,8 @@ from rlhf_core import (
     check_scores,
     collate,
 )
+
+from rlhf_rollout.concurrency import gather_or_cancel
 
 
 class Scorer(Protocol):
@@ -74,7 +76,7 @@ class CombinedReward:
 
         A sample that a part drops is dropped. Where a part raises, the others are ended and its error goes on.
         """
-        parts = await _all_or_first_error([reward.score(trajectories, texts) for reward in self._rewards.values()])
+        parts = await gather_or_cancel(reward.score(trajectories, texts) for reward in self._rewards.values())
         for name, scores in zip(self._rewards, parts, strict=True):
             check_scores(scores, trajectories, source=name)
         return [self._sum(dict(zip(self._rewards, row, strict=True))) for row in zip(*parts, strict=True)]
@@ -88,15 +90,3 @@ class CombinedReward:
             components[name] = part.value
             components |= {f"{name}/{inner}": number for inner, number in part.components.items()}
         return Score(value=value, components=components)
-
-
-async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results of all calls at once; the first error ends the others, so that none goes on unseen."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

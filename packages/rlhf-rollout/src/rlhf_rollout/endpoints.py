@@ -1,0 +1,176 @@
+"""Posting JSON to one of several equal servers, with deadlines, retries and a balance of the load."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from rlhf_core import ConfigError, PluginError, RewardError
+
+_AGAIN = frozenset({408, 425, 429})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointsConfig:
+    """Servers that all answer the same, and how patiently they are asked."""
+
+    urls: tuple[str, ...]
+    """Each gets a share of the requests."""
+    timeout_s: float = 30.0
+    """Deadline of one attempt, from connecting to the last byte."""
+    attempts: int = 4
+    """Tries of a request, each at the next server. What is tried again: refused or broken connections, missed
+    deadlines, and the answers 408, 425, 429 and 5xx."""
+    backoff_s: float = 0.5
+    """Pause before the second attempt; grows twofold, with jitter, up to 30 s."""
+    max_in_flight: int = 32
+    """Requests at the same time."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key for `Authorization: Bearer`; the key itself is in no file."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.urls or isinstance(self.urls, str):
+            raise ConfigError(f"endpoints: urls must be a list with at least one address, got {self.urls!r}")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"endpoints: {url!r} is no address; write http://host:port/path")
+        if self.attempts < 1 or self.timeout_s <= 0 or self.max_in_flight < 1:
+            raise ConfigError(
+                "endpoints: needs attempts >= 1, timeout_s > 0 and max_in_flight >= 1, got "
+                f"{self.attempts}, {self.timeout_s:g} and {self.max_in_flight}"
+            )
+
+    def all_headers(self) -> dict[str, str]:
+        """The headers with the key.
+
+        Raises:
+            ConfigError: the environment variable is not set.
+        """
+        if self.api_key_env is None:
+            return dict(self.headers)
+        if not (key := os.environ.get(self.api_key_env)):
+            raise ConfigError(f"endpoints: api_key_env names {self.api_key_env!r}, which is not set; export it")
+        return {**self.headers, "Authorization": f"Bearer {key}"}
+
+
+class Endpoints:
+    """The servers of an `EndpointsConfig`. Requests go to the one with the fewest in flight, in turns if equal.
+
+    Needs the extra `http` (httpx, tenacity).
+    """
+
+    def __init__(self, config: EndpointsConfig, *, name: str) -> None:
+        _http()
+        self.config = config
+        self.name = name
+        self._headers = config.all_headers()
+        self._in_flight = dict.fromkeys(config.urls, 0)
+        self._turns = itertools.count()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """Connections that are kept for the requests of one batch; belongs to the running event loop."""
+        httpx, _, tls = _http()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.config.max_in_flight)
+        # No proxies from the environment: a reward server is addressed as it is written.
+        async with httpx.AsyncClient(
+            headers=self._headers, verify=tls, limits=limits, timeout=self.config.timeout_s, trust_env=False
+        ) as client:
+            yield Session(self, client)
+
+    def take(self, avoid: frozenset[str]) -> str:
+        """The server for the next attempt, if possible none of `avoid`; hand it back with `release`."""
+        turn = next(self._turns)
+        urls = self.config.urls[turn % len(self.config.urls) :] + self.config.urls[: turn % len(self.config.urls)]
+        url = min(urls, key=lambda url: (url in avoid, self._in_flight[url]))
+        self._in_flight[url] += 1
+        return url
+
+    def release(self, url: str) -> None:
+        """The attempt at this server is over."""
+        self._in_flight[url] -= 1
+
+
+class Session:
+    """Open connections to the servers."""
+
+    def __init__(self, endpoints: Endpoints, client: Any) -> None:
+        self._endpoints = endpoints
+        self._client = client
+        self._room = asyncio.Semaphore(endpoints.config.max_in_flight)
+
+    async def post(self, body: Any, *, path: str = "", sample_ids: tuple[str, ...] = ()) -> Any:
+        """The JSON answer to a JSON body.
+
+        Raises:
+            RewardError: no attempt succeeded, or the answer is an error that trying again does not mend. Names
+                the server, what it said, and the samples.
+        """
+        config, (_, tenacity, _) = self._endpoints.config, _http()
+        tried: list[str] = []
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(config.attempts),
+            wait=tenacity.wait_exponential_jitter(initial=config.backoff_s, max=30, jitter=config.backoff_s),
+            retry=tenacity.retry_if_exception_type(_TryAgain),
+            reraise=True,
+        )
+        async with self._room:
+            try:
+                return await retrying(self._attempt, body, path, tried)
+            except _TryAgain as error:
+                raise RewardError(
+                    f"reward {self._endpoints.name}: no answer after {len(tried)} attempts at "
+                    f"{', '.join(dict.fromkeys(tried))}; the last: {error}",
+                    sample_ids=sample_ids,
+                ) from error
+            except _Refused as error:
+                raise RewardError(f"reward {self._endpoints.name}: {error}", sample_ids=sample_ids) from error
+
+    async def _attempt(self, body: Any, path: str, tried: list[str]) -> Any:
+        httpx, _, _ = _http()
+        timeout_s = self._endpoints.config.timeout_s
+        url = self._endpoints.take(frozenset(tried))
+        tried.append(url)
+        try:
+            # httpx's time-outs are per read: a server that drips would never reach them.
+            answer = await asyncio.wait_for(self._client.post(url + path, json=body), timeout_s)
+        except TimeoutError as error:
+            raise _TryAgain(f"{url} did not answer within {timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            raise _TryAgain(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+        finally:
+            self._endpoints.release(url)
+        if answer.status_code in _AGAIN or answer.status_code >= 500:
+            raise _TryAgain(f"{url} answered {answer.status_code}: {answer.text[:200]!r}")
+        if answer.status_code != 200:
+            raise _Refused(f"{url} answered {answer.status_code}: {answer.text[:200]!r}")
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise _Refused(f"{url} answered what is not JSON: {answer.text[:200]!r}") from error
+
+
+class _TryAgain(Exception):
+    """Another attempt may succeed."""
+
+
+class _Refused(Exception):
+    """Another attempt would end the same."""
+
+
+@lru_cache(maxsize=1)
+def _http() -> tuple[Any, Any, Any]:
+    """httpx, tenacity, and a TLS context; they need an extra, and the context takes its time to build."""
+    try:
+        import httpx
+        import tenacity
+    except ImportError as error:
+        raise PluginError(f"rewards over HTTP need {error.name}: install rlhf-rollout[http]") from error
+    return httpx, tenacity, httpx.create_ssl_context()

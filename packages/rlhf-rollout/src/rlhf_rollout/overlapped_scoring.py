@@ -1,0 +1,60 @@
+"""Rewards while generation goes on: a group of samples is scored as soon as it is finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rlhf_core import Failed, RewardFunction, Score, Trajectory, check_scores
+
+Decode = Callable[[Sequence[Trajectory]], Sequence[str]]
+"""Trajectories to the texts of their responses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredGroup:
+    """The samples that one piece of generation gave, with their scores."""
+
+    index: int
+    """Place among the groups that were asked for; they finish in another order."""
+    trajectories: tuple[Trajectory, ...]
+    scores: tuple[Score | Failed, ...]
+    """One per trajectory."""
+
+
+async def score_as_finished(
+    groups: Iterable[Awaitable[Sequence[Trajectory]]],
+    reward: RewardFunction,
+    decode: Decode,
+    *,
+    max_batches: int = 64,
+) -> AsyncIterator[ScoredGroup]:
+    """Generate all groups at once, score each when it is finished, and yield them in the order of completion.
+
+    Args:
+        groups: generation of one group each, for instance an agent loop's `run_group`.
+        reward: must do its work off the event loop, as all rewards of this package do: then generation goes on.
+        decode: gives the reward the responses' texts; runs in a thread.
+        max_batches: groups in scoring at the same time; further ones wait, generation does not.
+
+    The first error ends everything that is under way and is raised. So does leaving the loop early.
+    """
+    room = asyncio.Semaphore(max_batches)
+
+    async def run(index: int, group: Awaitable[Sequence[Trajectory]]) -> ScoredGroup:
+        trajectories = tuple(await group)
+        async with room:
+            texts = await asyncio.to_thread(decode, trajectories)
+            scores = tuple(await reward.score(trajectories, texts))
+        check_scores(scores, trajectories, source=getattr(reward, "name", type(reward).__name__))
+        return ScoredGroup(index=index, trajectories=trajectories, scores=scores)
+
+    tasks = [asyncio.ensure_future(run(index, group)) for index, group in enumerate(groups)]
+    try:
+        for finished in asyncio.as_completed(tasks):
+            yield await finished
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,159 @@
+"""A Python function as a reward in processes of its own, which are killed at the deadline with all they started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core import ConfigError, PluginError, RewardError, Score, Trajectory, check_scores
+
+from rlhf_rollout.reward_worker import read_message, write_message
+
+START_TIMEOUT_S = 120.0
+"""Deadline for a worker to import its function."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessRewardConfig:
+    """A function and the processes that run it."""
+
+    function: str
+    """`module:function`, see PythonReward. Its module is imported in the workers alone."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function."""
+    timeout_s: float = 60.0
+    """Deadline of one batch, from the moment that a worker takes it."""
+    workers: int = 1
+    """Processes, and so batches at the same time; further ones wait."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or self.workers < 1:
+            raise ConfigError(
+                f"process reward: needs timeout_s > 0 and workers >= 1, got {self.timeout_s} and {self.workers}"
+            )
+
+
+class ProcessReward:
+    """RewardFunction like PythonReward, for functions that may hang, crash, or hold Python's lock.
+
+    A worker is started when it is first needed, and again after it was killed or died.
+    """
+
+    def __init__(self, config: ProcessRewardConfig) -> None:
+        self.name: str = config.function
+        self._config = config
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix=f"reward {config.function}")
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for _ in range(config.workers):
+            self._idle.put(None)
+
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
+        """See RewardFunction.
+
+        Raises:
+            RewardError: the function raised, missed its deadline, killed its process, or returned the wrong number
+                or kind of scores.
+            PluginError: the function cannot be imported, or has the wrong signature.
+        """
+        if not trajectories:
+            return []
+        call = self._threads.submit(self._score, list(trajectories), list(texts))
+        return await asyncio.wrap_future(call)
+
+    def close(self) -> None:
+        """End the workers; batches still running fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for _ in range(self._config.workers):
+            with contextlib.suppress(queue.Empty):
+                worker = self._idle.get(timeout=self._config.timeout_s)
+                if worker is not None:
+                    worker.kill()
+
+    def _score(self, trajectories: list[Trajectory], texts: list[str]) -> list[Score]:
+        """In a thread of the pool, of which there are as many as workers."""
+        worker = self._idle.get()
+        try:
+            worker = worker or _start(self._config)
+            kind, content, sample_ids = worker.call((trajectories, texts), self._config.timeout_s)
+        except _Gone as gone:
+            worker = None
+            raise RewardError(
+                f"reward {self.name} {gone.how} scoring {len(trajectories)} samples, the first is "
+                f"{trajectories[0].sample_id!r}; the process was replaced"
+            ) from None
+        finally:
+            self._idle.put(worker)
+        if kind == "error":
+            raise RewardError(content, sample_ids=sample_ids)
+        check_scores(content, trajectories, source=self.name)
+        return content
+
+
+class _Gone(Exception):
+    """The worker was killed or died."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class _Worker:
+    """A process and its two pipes."""
+
+    def __init__(self) -> None:
+        # A session of its own, so that killing it kills what the function has started too.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf_rollout.reward_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def call(self, message: object, timeout_s: float) -> Any:
+        """Send and wait for the answer; at the deadline the process is killed, which ends the wait."""
+        late = threading.Event()
+
+        def cut() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(timeout_s, cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_message(self._process.stdin, message)  # type: ignore[arg-type]
+            return read_message(self._process.stdout)  # type: ignore[arg-type]
+        except (EOFError, OSError):
+            self.kill()
+            code = self._process.wait()
+            how = f"did not return within {timeout_s:g} s" if late.is_set() else f"lost its process (exit {code})"
+            raise _Gone(how) from None
+        finally:
+            timer.cancel()
+
+    def kill(self) -> None:
+        """End the process and its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _start(config: ProcessRewardConfig) -> _Worker:
+    worker = _Worker()
+    # The process is what holds the deadline; the function's own must not come first.
+    setup = {"function": config.function, "options": dict(config.options), "timeout_s": 10 * config.timeout_s}
+    kind, content, _ = worker.call(setup, START_TIMEOUT_S)
+    if kind != "ready":
+        worker.kill()
+        raise PluginError(f"reward worker: {content}")
+    return worker
