@@ -32,7 +32,7 @@ def test_a_directory_without_tokenizer_files_is_noticed(tmp_path: Path) -> None:
 def test_cache_holds_all_sequences_of_a_small_model(tmp_path: Path) -> None:
     """Keys and values, 2 layers, 2 heads of 16 floats: 512 bytes a token; 300 tokens are 10 blocks of 32, and
     one is vLLM's own."""
-    path = save_tiny_model(tmp_path, tokenizer=False)
+    path = save_tiny_model(tmp_path, hidden_size=64, tokenizer=False)
     config = RolloutConfig(model=path, max_model_len=300, max_num_seqs=5)
     assert _cpu_cache_bytes(config) == 5 * 11 * 32 * 512
 
