@@ -1,0 +1,148 @@
+"""What an agent said and heard in one session of the gateway, as a tree of turns, and as trajectories to train on.
+
+A turn hangs below the one whose conversation it continues. A client that asks again with an edited history, or for
+several choices, makes branches; every sampled token is trained in exactly one trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core import LogProbMeaning, Sample, Trajectory
+
+from rlhf_rollout.conversation_tokens import ConversationTokens, Message, digests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """One sampled turn and the tokens that led to it."""
+
+    parent: Turn | None
+    context: tuple[int, ...]
+    """Tokens since the parent's last one: templates, users, tools. The whole prompt if there is no parent."""
+    sample: Sample
+    meaning: LogProbMeaning
+
+    @property
+    def path(self) -> list[Turn]:
+        """From the first turn of the conversation to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything up to the end of this turn."""
+        return tuple(token for turn in self.path for token in (*turn.context, *turn.sample.token_ids))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What a request of a session is answered from."""
+
+    parent: Turn | None
+    context: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The complete prompt."""
+        return (self.parent.token_ids if self.parent else ()) + self.context
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The turns of one agent run. Used by one thread at a time."""
+
+    session_id: str
+    group_id: str
+    """Sessions of the same task share it."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Goes into every trajectory, for reward functions."""
+    turns: list[Turn] = field(default_factory=list)
+    misses: int = 0
+    """Requests with an assistant's turn that was not sampled here, or that the client or the template changed; the
+    conversation was tokenised anew for them."""
+    _known: dict[str, Turn] = field(default_factory=dict)
+
+    def prompt(self, tokens: ConversationTokens, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
+        """The prompt for the next turn, on top of the longest recorded conversation that `messages` begin with."""
+        hashes = digests(messages, tools)
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for index in reversed(spoken):
+            turn = self._known.get(hashes[index])
+            if turn is None:
+                continue
+            last = turn.sample.token_ids[-1] if turn.sample.token_ids else None
+            context = tokens.continuation(messages, tools, turn=index, last_token_id=last)
+            if context is not None:
+                self.misses += index != spoken[-1]
+                return Prompt(parent=turn, context=context)
+        self.misses += bool(spoken)
+        return Prompt(parent=None, context=tokens.prompt(messages, tools))
+
+    def record(
+        self,
+        prompt: Prompt,
+        sample: Sample,
+        meaning: LogProbMeaning,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> Turn:
+        """Keep a sampled turn; `messages` end with the answer as the client was told it."""
+        turn = Turn(parent=prompt.parent, context=prompt.context, sample=sample, meaning=meaning)
+        self.turns.append(turn)
+        self._known[digests(messages, tools)[-1]] = turn
+        return turn
+
+    def trajectories(self) -> list[Trajectory]:
+        """One trajectory per conversation, in the order of their last turns.
+
+        Tokens of a turn that several conversations share are trained in the first of them and are context in the
+        others. Turns of one conversation that were sampled at different temperatures come as several trajectories
+        of the same tokens, each with one meaning of its log-probs.
+        """
+        parents = {id(turn.parent) for turn in self.turns if turn.parent is not None}
+        counted: set[int] = set()
+        made: list[Trajectory] = []
+        for leaf in self.turns:
+            if id(leaf) in parents:
+                continue
+            path = leaf.path
+            fresh = [turn for turn in path if id(turn) not in counted and turn.sample.length]
+            counted.update(map(id, path))
+            for meaning in dict.fromkeys(turn.meaning for turn in fresh):
+                chosen = {id(turn) for turn in fresh if turn.meaning == meaning}
+                made.append(self._trajectory(f"{self.session_id}/{len(made)}", path, chosen, meaning))
+        return made
+
+    def _trajectory(self, name: str, path: list[Turn], chosen: set[int], meaning: LogProbMeaning) -> Trajectory:
+        columns = list(zip(*_columns(path, chosen), strict=True))
+        return Trajectory(
+            sample_id=name,
+            group_id=self.group_id,
+            token_ids=columns[0],
+            response_mask=columns[1],
+            rollout_log_probs=columns[2],
+            weight_versions=columns[3],
+            meaning=meaning,
+            truncated=path[-1].sample.finish_reason != "stop",
+            metadata=self.metadata,
+        )
+
+
+def _columns(path: list[Turn], chosen: set[int]) -> Iterator[tuple[int, bool, float, int]]:
+    """(token, trained?, log-prob, version) of each position."""
+    for turn in path:
+        for token in turn.context:
+            yield token, False, 0.0, -1
+        sample, trained = turn.sample, id(turn) in chosen
+        for token, log_prob, version in zip(
+            sample.token_ids, sample.log_probs, sample.weight_versions, strict=True
+        ):
+            yield (token, True, log_prob, version) if trained else (token, False, 0.0, -1)

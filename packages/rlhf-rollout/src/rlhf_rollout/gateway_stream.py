@@ -1,0 +1,110 @@
+"""Answers in pieces while they are being sampled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rlhf_core import GenerationRequest, GenerationResult, Sample
+
+from rlhf_rollout.gateway_answers import Answer, TextPieces
+from rlhf_rollout.gateway_sessions import Prompt, Session
+
+
+class Generator(Protocol):
+    """What the gateway needs of a rollout backend, or of a pool of them."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See RolloutBackend."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One request of a client on its way."""
+
+    answer: Answer
+    generation: GenerationRequest
+    session: Session | None = None
+    prompt: Prompt | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Any] = ()
+
+
+async def stream_chunks(
+    backend: Generator,
+    work: Work,
+    tell: Callable[[Sample, GenerationResult], Mapping[str, Any]],
+    *,
+    slice_tokens: int,
+) -> AsyncIterator[Mapping[str, Any]]:
+    """The chunks of a chat or completion answer. `tell` makes a complete sample a message, and records it."""
+    answer, chat = work.answer, work.answer.kind == "chat.completion"
+    parts: list[GenerationResult] = []
+    pieces = TextPieces(lambda tokens: answer.tokenizer.decode(tokens, skip_special_tokens=True))
+    sliced = slice_tokens if _can_be_sliced(work) else 0
+    if sliced:
+        async for part in sample_in_slices(backend, work.generation, sliced):
+            (sample,) = part.samples
+            yield answer.delta(0, pieces.add(sample.token_ids), sample, first=not parts)
+            parts.append(part)
+        result = replace(parts[0], samples=(joined([part.samples[0] for part in parts]),))
+    else:
+        for index in range(work.generation.n if chat else 0):
+            yield answer.delta(index, "", None, first=True)
+        result = await backend.generate(work.generation)
+    for index, sample in enumerate(result.samples):
+        message = tell(sample, result) if chat else {}
+        text = (message.get("content") or "") if chat else answer.text(sample)
+        if rest := pieces.finish(text) if sliced else text:
+            yield answer.delta(index, rest, None if sliced else sample)
+        if message.get("tool_calls"):
+            yield answer.calls(index, message)
+        yield answer.end(index, sample, message)
+    if answer.asked.usage_in_stream:
+        yield answer.usage(result.samples)
+
+
+def _can_be_sliced(work: Work) -> bool:
+    """Stops and tool calls may span slices, and a seed would give other tokens than in one piece."""
+    sampling, generation = work.generation.sampling, work.generation
+    return (
+        generation.n == 1
+        and generation.seed is None
+        and not (sampling.stop or sampling.stop_token_ids or work.tools)
+    )
+
+
+async def sample_in_slices(
+    backend: Generator, request: GenerationRequest, size: int
+) -> AsyncIterator[GenerationResult]:
+    """One sample in parts of `size` tokens, each a request that continues the last (cheap with a prefix cache)."""
+    sampling, done = request.sampling, 0
+    for number in itertools.count():
+        most = min(size, sampling.max_tokens - done)
+        least = min(most, max(0, sampling.min_tokens - done))
+        part = await backend.generate(
+            replace(
+                request,
+                request_id=f"{request.request_id}/{number}",
+                sampling=replace(sampling, max_tokens=most, min_tokens=least),
+            )
+        )
+        (sample,) = part.samples
+        done += sample.length
+        yield part
+        if sample.finish_reason != "length" or sample.length < most or done >= sampling.max_tokens:
+            return
+        request = replace(request, prompt_token_ids=request.prompt_token_ids + sample.token_ids)
+
+
+def joined(parts: Sequence[Sample]) -> Sample:
+    """Consecutive parts of a sample as one."""
+    return Sample(
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        log_probs=tuple(log_prob for part in parts for log_prob in part.log_probs),
+        weight_versions=tuple(version for part in parts for version in part.weight_versions),
+        finish_reason=parts[-1].finish_reason,
+    )
