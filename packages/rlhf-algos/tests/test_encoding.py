@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf_algos.data import Row
-from rlhf_algos.encoding import Encoder, LengthLimit
+from rlhf_algos.encoding import Encoder, EncodingOptions, LengthLimit
 from rlhf_algos.examples import collate_examples, encode_rows, fit
 from rlhf_algos.method_rows import (
     preference_examples,
@@ -62,11 +62,11 @@ class TestText:
         )
 
     def test_the_prompt_template_surrounds_plain_prompts(self):
-        encoder = Encoder(byte_tokenizer(), prompt_template="User: {}\nBot: ")
+        encoder = Encoder(byte_tokenizer(), EncodingOptions(prompt_template="User: {}\nBot: "))
         (example,) = supervised_examples(row(prompt="x", completion="y"), encoder)
         assert whole(encoder, example.rows[0]) == "User: x\nBot: y<|im_end|>"
         with pytest.raises(ConfigError, match="prompt_template"):
-            Encoder(byte_tokenizer(), prompt_template="no place")
+            EncodingOptions(prompt_template="no place")
 
     def test_text_counts_from_its_second_token(self, encoder):
         (example,) = supervised_examples(row(text="abc"), encoder)
@@ -145,6 +145,17 @@ class TestKinds:
         (supervised_examples, {"messages": user("a")}, ["no assistant turn"]),
         (step_examples, {"prompt": "a", "completions": ["x"], "labels": [1, 0]}, ["1 completions but 2 labels"]),
         (step_examples, {"prompt": "a", "completions": ["x"], "labels": [2]}, ["between 0 and 1"]),
+        (step_examples, {"input": "a", "label": [1]}, ["step_placeholder"]),
+        (
+            supervised_examples,
+            {"messages": user("a"), "prompt": "a", "completion": "b"},
+            ["read in 2 ways", "only: [messages] or only: [prompt, completion]"],
+        ),
+        (supervised_examples, {"instruction": "a", "input": "b", "output": "c"}, ["prompt: instruction"]),
+        (supervised_examples, {"input": "a"}, ["'input' and 'output'", "found 'input'"]),
+        (preference_examples, {"prompt": "a", "input": "b", "chosen": "c", "rejected": "d"}, ["has both", "only"]),
+        (unpaired_examples, {"output": user("a"), "label": 1}, ["ends with the assistant's answer"]),
+        (unpaired_examples, {"output": "a", "label": 1}, ["no column 'prompt'"]),
     ],
 )
 def test_bad_rows_are_named(encoder, encode, values, parts):
@@ -152,6 +163,86 @@ def test_bad_rows_are_named(encoder, encode, values, parts):
         encode(row(**values), encoder)
     for part in ["file.jsonl row 7", *parts]:
         assert part in str(caught.value)
+
+
+class TestOpenRLHFKeys:
+    """`input`, `output`, `label`, and chosen and rejected conversations that contain the prompt."""
+
+    def test_input_and_output_are_prompt_and_completion(self, encoder):
+        theirs = supervised_examples(row(input="a", output="b"), encoder)
+        assert theirs == supervised_examples(row(prompt="a", completion="b"), encoder)
+        theirs = unpaired_examples(row(input="a", output="b", label=0), encoder)
+        assert theirs == unpaired_examples(row(prompt="a", completion="b", label=False), encoder)
+        theirs = preference_examples(row(input="a", chosen="b", rejected="c"), encoder)
+        assert theirs == preference_examples(row(prompt="a", chosen="b", rejected="c"), encoder)
+
+    def test_a_conversation_in_input_alone_counts_the_assistants_turns(self, encoder):
+        turns = user("a") + assistant("B") + user("c") + assistant("D")
+        assert supervised_examples(row(input=turns), encoder) == supervised_examples(row(messages=turns), encoder)
+
+    def test_whole_conversations_as_chosen_and_rejected(self, encoder):
+        turns = user("a") + assistant("b") + user("c")
+        theirs = row(chosen=turns + assistant("yes"), rejected=turns + assistant("no"))
+        ours = row(prompt=turns, chosen=assistant("yes"), rejected=assistant("no"))
+        assert preference_examples(theirs, encoder) == preference_examples(ours, encoder)
+
+    def test_a_whole_conversation_as_output(self, encoder):
+        theirs = unpaired_examples(row(output=user("a") + assistant("b"), label=1), encoder)
+        assert theirs == unpaired_examples(row(prompt=user("a"), completion=assistant("b"), label=1), encoder)
+
+    def test_text_becomes_messages_under_apply_chat_template(self, encoder):
+        wrapping = Encoder(byte_tokenizer(), EncodingOptions(apply_chat_template=True))
+        for encode, text, chat in (
+            (
+                supervised_examples,
+                row(input="a", output="b"),
+                row(prompt=user("a"), completion=assistant("b")),
+            ),
+            (
+                preference_examples,
+                row(prompt="a", chosen="b", rejected="c"),
+                row(prompt=user("a"), chosen=assistant("b"), rejected=assistant("c")),
+            ),
+        ):
+            assert encode(text, wrapping) == encode(chat, encoder)
+
+
+class TestPlaceholders:
+    """Steps marked inside one text."""
+
+    @pytest.fixture
+    def encoder(self):
+        return Encoder(byte_tokenizer(), EncodingOptions(step_placeholder="#", label_tokens=("+", "-")))
+
+    def test_the_token_after_each_placeholder_counts(self, encoder):
+        (example,) = step_examples(row(input="q: one# two#", label=["+", "-"]), encoder)
+        (tokens,), (labels,) = example.rows, example.token_columns["step_labels"]
+        assert whole(encoder, tokens) == "q: one# two#<|im_end|>"
+        places = [place for place, counts in enumerate(tokens.response_mask) if counts]
+        assert [encoder.tokenizer.decode([tokens.token_ids[place - 1]]) for place in places] == ["#", "#"]
+        assert [labels[place] for place in places] == [1.0, 0.0]
+
+    def test_soft_labels_and_the_candidates_of_a_batch(self, encoder):
+        (example,) = step_examples(row(input="a#b#", labels=[0.25, 1]), encoder)
+        batch = collate_examples([example], pad_token_id=0)
+        assert batch["step_labels"][batch.response_mask].tolist() == [0.25, 1.0]
+        plus, minus = (encoder.tokenizer(text)["input_ids"][0] for text in "+-")
+        assert batch["candidate_ids"][batch.response_mask].tolist() == [[plus, minus]] * 2
+
+    def test_cutting_drops_the_candidates_of_steps_that_are_gone(self, encoder):
+        (example,) = step_examples(row(input="a#bcd#", label=[1, 0]), encoder)
+        cut = fit(example, LengthLimit(max_length=4))
+        batch = collate_examples([cut], pad_token_id=0)
+        assert batch.response_mask.sum() == 1
+        assert batch["candidate_ids"].shape == (1, 4, 2)
+
+    def test_mistakes(self, encoder):
+        with pytest.raises(DataError, match="2 placeholders but 1 labels"):
+            step_examples(row(input="a#b#", label=["+"]), encoder)
+        with pytest.raises(DataError, match="label 'good' is not '\\+' or '-'"):
+            step_examples(row(input="a#", label=["good"]), encoder)
+        with pytest.raises(ConfigError, match="'good' is 4 tokens"):
+            Encoder(byte_tokenizer(), EncodingOptions(label_tokens=("good", "-")))
 
 
 class TestLimits:

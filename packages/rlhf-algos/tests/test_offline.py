@@ -283,6 +283,23 @@ def test_a_student_comes_to_say_what_its_teacher_says(make):
     assert result.metrics["sft_loss"] > 1
 
 
+def test_a_process_reward_model_with_a_language_model_head(make, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"input": f"p{i} ok# bad#", "label": ["+", "-"]} for i in range(12)]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make(
+        "prm",
+        loss={"label_tokens": ["+", "-"]},
+        step_placeholder="#",
+        epochs=8,
+        learning=LearningConfig(learning_rate=1e-2),
+    )
+    result = train(replace(config, train=(DataSource(path=str(tmp_path / "steps.jsonl")),)))
+    assert result.metrics["step_accuracy"] == 1
+    AutoModelForCausalLM.from_pretrained(result.model)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(make, tmp_path):
     other = save_tiny_model(tmp_path / "other", vocab_size=300)
     with pytest.raises(ConfigError, match="300 tokens, the student's 512"):

@@ -104,6 +104,37 @@ def test_label_tokens_equal_a_scalar_head_on_their_difference():
     )
 
 
+def label_steps(config, labels):
+    """The steps of `steps`, with logits of a vocabulary of 7 in place of values."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 7)
+    ids = torch.tensor([4, 2]).expand(2, 5, 2)
+    batch = Batch(
+        token_ids=IDS,
+        attention_mask=ATTENTION,
+        response_mask=step_positions(IDS, ATTENTION, 9),
+        columns={"step_labels": torch.tensor(labels), "candidate_ids": ids},
+    )
+    outputs = ModelOutputs(candidate_log_probs=logits.log_softmax(-1).gather(-1, ids))
+    return logits[batch.response_mask], process_reward(outputs, batch, config)
+
+
+@pytest.mark.parametrize("labels", [(1.0, 0.0, 1.0), (0.8, 0.3, 0.5)])
+def test_label_tokens_of_a_language_model_head(labels):
+    columns = [[9, 9, labels[0], 9, labels[1]], [9, 9, labels[2], 9, 9]]
+    config = ProcessRewardConfig(label_tokens=("+", "-"))
+    assert (config.role, config.outputs) == ("policy", ("candidate_log_probs",))
+    logits, terms = label_steps(config, columns)
+    wanted = torch.tensor(labels)
+    soft = torch.stack([wanted, 1 - wanted], dim=1)
+    expected = step_label_losses(logits, soft, torch.tensor([4, 2])).sum()
+    assert float(terms.total) == pytest.approx(float(expected), rel=1e-5)
+    assert float(terms.weight) == 3
+    logits, terms = label_steps(ProcessRewardConfig(label_tokens=("+", "-"), label_softmax="vocabulary"), columns)
+    expected = -(soft * logits.log_softmax(-1)[:, [4, 2]]).sum()
+    assert float(terms.total) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_last_true():
     mask = torch.tensor([[True, False, True, False], [False, False, False, False]])
     assert last_true(mask).tolist() == [[False, False, True, False], [False] * 4]
@@ -114,6 +145,10 @@ def test_refused():
         RewardLossConfig(loss="hinge")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="outcome"):
         ProcessRewardConfig(supervision="both")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="two different ones"):
+        ProcessRewardConfig(label_tokens=("+", "+"))
+    with pytest.raises(ConfigError, match="needs label_tokens"):
+        ProcessRewardConfig(label_softmax="vocabulary")
     with pytest.raises(ConfigError, match="scores"):
         bradley_terry(ModelOutputs(), None, RewardLossConfig())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="values"):

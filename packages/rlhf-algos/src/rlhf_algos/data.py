@@ -26,6 +26,15 @@ class DataSource:
     """Configuration of a hub dataset."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our column name -> the dataset's, for instance {prompt: question}."""
+    only: tuple[str, ...] = ()
+    """Read these columns (our names) alone, where a row could be read in two ways; empty for all."""
+    input_key: str | None = None
+    """The dataset's name of the column `input`; as `columns: {input: ...}`, like the five that follow."""
+    output_key: str | None = None
+    prompt_key: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    label_key: str | None = None
     weight: float = 1.0
     """Relative probability of drawing from this dataset where several are mixed."""
     limit: int | None = None
@@ -36,6 +45,21 @@ class DataSource:
             raise ConfigError(f"data: weight of {self.path!r} must be positive, got {self.weight}")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"data: limit of {self.path!r} must be at least 1, got {self.limit}")
+        self._fold_keys()
+
+    def _fold_keys(self) -> None:
+        """Turn `x_key` into an entry of `columns`, so that nothing else has to know of both ways to say it."""
+        columns = dict(self.columns)
+        for name in ("input", "output", "prompt", "chosen", "rejected", "label"):
+            if (theirs := getattr(self, f"{name}_key")) is None:
+                continue
+            if columns.setdefault(name, theirs) != theirs:
+                raise ConfigError(
+                    f"data: {self.path!r} has {name}_key: {theirs} and columns: {{{name}: {columns[name]}}}; "
+                    "keep one"
+                )
+            object.__setattr__(self, f"{name}_key", None)
+        object.__setattr__(self, "columns", columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +129,10 @@ def _renamed(source: DataSource) -> Iterator[Row]:
         for theirs in back:
             if theirs not in values:
                 raise DataError(_missing(Row(source=file, number=number, values=values), back[theirs], source))
-        yield Row(source=file, number=number, values={back.get(name, name): v for name, v in values.items()})
+        ours = {back.get(name, name): value for name, value in values.items()}
+        if source.only:
+            ours = {name: value for name, value in ours.items() if name in source.only}
+        yield Row(source=file, number=number, values=ours)
 
 
 _RawRow = tuple[str, int, Mapping[str, Any]]

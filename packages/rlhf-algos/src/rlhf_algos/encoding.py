@@ -59,15 +59,61 @@ def problem_of_text(value: object) -> str | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingOptions:
+    """What an `Encoder` does beside tokenising."""
+
+    prompt_template: str | None = None
+    """Text with `{}` in it, into which plain-text prompts are put."""
+    apply_chat_template: bool = False
+    """Take plain-text prompts and answers as messages of a user and an assistant."""
+    step_separator: str = "\n"
+    """Closes each step that stands in a text of its own."""
+    step_placeholder: str | None = None
+    """The token that ends each step where all steps stand in one text."""
+    label_tokens: tuple[str, ...] = ()
+    """Tokens that call a step right and wrong; empty for a scalar head."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_template is not None and "{}" not in self.prompt_template:
+            raise ConfigError(f"prompt_template {self.prompt_template!r} has no '{{}}' for the prompt to stand in")
+
+
 class Encoder:
     """A tokenizer with our conventions for end of text, prompts and chat templates."""
 
-    def __init__(self, tokenizer: Any, *, prompt_template: str | None = None, step_separator: str = "\n") -> None:
+    def __init__(self, tokenizer: Any, options: EncodingOptions | None = None) -> None:
+        options = options or EncodingOptions()
         self.tokenizer = tokenizer
-        self._separator = step_separator
-        self._template = prompt_template
-        if prompt_template is not None and "{}" not in prompt_template:
-            raise ConfigError(f"prompt_template {prompt_template!r} has no '{{}}' for the prompt to stand in")
+        self._options = options
+        self.label_token_ids = [self._token(text, "loss.label_tokens") for text in options.label_tokens]
+        """Of a right and of a wrong step, for process reward models with a language-model head; else empty."""
+
+    def placeholder_id(self, place: str) -> int:
+        """The token that ends each step of a text."""
+        if self._options.step_placeholder is None:
+            raise DataError(
+                f"{place}: its steps are marked inside 'input'; say by which token, with step_placeholder: <token>"
+            )
+        return self._token(self._options.step_placeholder, "step_placeholder")
+
+    def label_value(self, label: object, place: str) -> float:
+        """1 for the token of a right step, 0 for that of a wrong one."""
+        if label not in self._options.label_tokens:
+            known = " or ".join(map(repr, self._options.label_tokens)) or "a number"
+            raise DataError(
+                f"{place}: label {label!r} is not {known}; name the tokens of right and wrong steps with "
+                "loss.label_tokens: [right, wrong]"
+            )
+        return float(label == self._options.label_tokens[0])
+
+    def _token(self, text: str, option: str) -> int:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{option}: {text!r} is {len(ids)} tokens of this tokenizer; give a text of one token"
+            )
+        return ids[0]
 
     @property
     def pad_token_id(self) -> int:
@@ -76,9 +122,15 @@ class Encoder:
 
     def prompt(self, prompt: Text) -> list[int]:
         """Token ids up to where the answer starts."""
+        prompt = self._as_messages(prompt, "user")
         if isinstance(prompt, str):
             return self._text(self._fill(prompt))
         return self._chat(prompt, add_generation_prompt=True)
+
+    def _as_messages(self, text: Text, role: str) -> Text:
+        if not self._options.apply_chat_template or not isinstance(text, str):
+            return text
+        return [{"role": role, "content": self._fill(text) if role == "user" else text}]
 
     @property
     def end_token_id(self) -> int:
@@ -90,7 +142,7 @@ class Encoder:
         """One step of a reasoning and its separator, at whose last token the value is read."""
         return [
             token
-            for part in (text, self._separator)
+            for part in (text, self._options.step_separator)
             for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]
         ]
 
@@ -103,6 +155,8 @@ class Encoder:
         Raises:
             DataError: prompt and answers are not both text or both conversations, or an answer is empty.
         """
+        prompt = self._as_messages(prompt, "user")
+        answers = [self._as_messages(answer, "assistant") for answer in answers]
         kinds = {isinstance(text, str) for text in (prompt, *answers)}
         if len(kinds) > 1:
             raise DataError(f"{place}: prompt and answers must both be text or both be lists of messages")
@@ -172,7 +226,8 @@ class Encoder:
         return self._chat([*prompt, *answer])  # type: ignore[list-item]
 
     def _fill(self, prompt: str) -> str:
-        return prompt if self._template is None else self._template.replace("{}", prompt)
+        template = self._options.prompt_template
+        return prompt if template is None else template.replace("{}", prompt)
 
     def _closed(self, text: str) -> str:
         end = self.tokenizer.eos_token or ""
@@ -208,8 +263,7 @@ def load_encoder(
     model: str,
     *,
     chat_template: str | None = None,
-    prompt_template: str | None = None,
-    step_separator: str = "\n",
+    options: EncodingOptions | None = None,
     trust_remote_code: bool = False,
 ) -> Encoder:
     """The tokenizer of a model directory or hub name.
@@ -231,4 +285,4 @@ def load_encoder(
         if not Path(chat_template).is_file():
             raise ConfigError(f"chat_template: file {chat_template!r} does not exist")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Encoder(tokenizer, prompt_template=prompt_template, step_separator=step_separator)
+    return Encoder(tokenizer, options)

@@ -117,11 +117,20 @@ def _cut(example: Example, part: slice) -> Example:
         # The first token of a sequence is never predicted, so it cannot count.
         return TokenRow(token_ids=row.token_ids[part], response_mask=(False, *mask[1:]))
 
+    def still_counted(tensor: Tensor, row: TokenRow) -> Tensor:
+        places = range(len(row.token_ids))[part]
+        counted = [place for place, counts in enumerate(row.response_mask) if counts]
+        return tensor[[place in places[1:] for place in counted]]
+
     return replace(
         example,
         rows=tuple(cut(row) for row in example.rows),
         token_columns={
             name: tuple(values[part] for values in rows) for name, rows in example.token_columns.items()
+        },
+        counted_tensors={
+            name: tuple(still_counted(t, r) for t, r in zip(tensors, example.rows, strict=True))
+            for name, tensors in example.counted_tensors.items()
         },
     )
 

@@ -124,8 +124,12 @@ class OfflineConfig:
     """A Jinja file that replaces the tokenizer's chat template."""
     prompt_template: str | None = None
     """Text with `{}` in it, into which plain-text prompts are put."""
+    apply_chat_template: bool = False
+    """Take plain-text prompts and answers as messages of a user and an assistant."""
     step_separator: str = "\n"
     """Text that closes each step for `prm`; a special token of the tokenizer if it has one for that."""
+    step_placeholder: str | None = None
+    """For `prm` data with all steps in one text (`input`): the token that ends each step."""
     limit: LengthLimit = field(default_factory=LengthLimit)
     batch_size: int = 8
     """Examples per optimizer step, over all ranks."""
@@ -175,7 +179,7 @@ class OfflineConfig:
             options["lora"] = to_plain(run.lora)
         return EngineConfig(
             model=self.model if trained else frozen or self.reference or self.model,
-            role=self.offline_method.role if trained else "reference",
+            role=self.offline_method.role_for(self.loss) if trained else "reference",
             optimizer=self.learning.optimizer(total_steps) if total_steps is not None else None,
             dtype=run.dtype,
             device=run.device,

@@ -11,7 +11,7 @@ import torch
 from rlhf_core import Batch, ConfigError, Ranks, TrainEngine
 
 from rlhf_algos.data import DataSource, read_rows
-from rlhf_algos.encoding import Encoder, TokenRow, load_encoder
+from rlhf_algos.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
 from rlhf_algos.engine import TorchEngine
 from rlhf_algos.examples import EncodingReport, Example, collate_examples, encode_rows
 from rlhf_algos.offline_config import OfflineConfig
@@ -64,8 +64,13 @@ def load_data(config: OfflineConfig) -> OfflineData:
     encoder = load_encoder(
         config.tokenizer or config.model,
         chat_template=config.chat_template,
-        prompt_template=config.prompt_template,
-        step_separator=config.step_separator,
+        options=EncodingOptions(
+            prompt_template=config.prompt_template,
+            apply_chat_template=config.apply_chat_template,
+            step_separator=config.step_separator,
+            step_placeholder=config.step_placeholder,
+            label_tokens=tuple(getattr(config.loss, "label_tokens", ())),
+        ),
         trust_remote_code=config.run.trust_remote_code,
     )
     reports: dict[str, EncodingReport] = {}

@@ -51,7 +51,7 @@ class Method:
     config: type
     """The class of the loss's config."""
     role: Role = "policy"
-    """Which kind of model is trained."""
+    """Which kind of model is trained, unless the loss's config says so itself (attribute `role`)."""
     needs_reference: Callable[[Any], bool] = lambda config: False
     """Whether, under this config, examples need the reference's log-probs (column `ref_log_probs_sum`)."""
     needs_partners: Callable[[Any], bool] = lambda config: False
@@ -64,6 +64,10 @@ class Method:
     """Fields of ModelOutputs that the loss reads, unless its config says so itself."""
     best_metric: str = "loss"
     """Metric by which the best model is chosen unless another one is asked for."""
+
+    def role_for(self, config: Any) -> Role:
+        """Which kind of model is trained under this config."""
+        return getattr(config, "role", self.role)
 
     def loss(self, config: Any) -> Loss:
         """The loss as the engine takes it."""

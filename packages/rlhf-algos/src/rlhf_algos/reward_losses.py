@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, masked_sum, mean_of
+from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Role, masked_sum, mean_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
@@ -72,41 +72,83 @@ class ProcessRewardConfig:
 
     supervision: Literal["process", "outcome"] = "process"
     """`process`: every labelled step counts; `outcome`: the last one of each row, which judges the answer."""
+    label_tokens: tuple[str, ...] = ()
+    """Empty: a scalar head. Two texts of one token each, for a right and a wrong step (OpenRLHF's `reward_tokens`):
+    the language-model head's probabilities of these tokens at the placeholder."""
+    label_softmax: Literal["labels", "vocabulary"] = "labels"
+    """Probabilities among the two label tokens (OpenRLHF with `reward_tokens`), or in the whole vocabulary
+    (OpenRLHF without)."""
 
     def __post_init__(self) -> None:
         if self.supervision not in ("process", "outcome"):
             raise ConfigError(f"process reward: supervision {self.supervision!r}; write 'process' or 'outcome'")
+        if self.label_softmax not in ("labels", "vocabulary"):
+            raise ConfigError(
+                f"process reward: label_softmax {self.label_softmax!r}; write 'labels' or 'vocabulary'"
+            )
+        if len(self.label_tokens) not in (0, 2) or len(set(self.label_tokens)) != len(self.label_tokens):
+            raise ConfigError(
+                f"process reward: label_tokens {list(self.label_tokens)}; write two different ones, of a right and "
+                "of a wrong step, or none for a scalar head"
+            )
+        if self.label_softmax == "vocabulary" and not self.label_tokens:
+            raise ConfigError("process reward: label_softmax: vocabulary needs label_tokens: [right, wrong]")
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The fields of ModelOutputs that the loss needs."""
-        return ("values",)
+        return ("candidate_log_probs",) if self.label_tokens else ("values",)
+
+    @property
+    def role(self) -> Role:
+        """The kind of model that has the head."""
+        return "policy" if self.label_tokens else "reward"
 
 
 def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardConfig) -> LossTerms:
     """Binary cross-entropy of each step's value against its label (Lightman et al. 2023; Wang et al. 2024).
 
-    Needs `values` (a scalar head). `response_mask` is True on the token *after* a step's placeholder, where
-    `values` is the head's output at the placeholder itself; `step_positions` makes that mask. Column `step_labels`
-    [rows, length]: probability that the step is right, 0 or 1 for hard labels. A mean over steps.
-
-    A language-model head restricted to two label tokens is the same model: its logit difference is a scalar head.
+    Needs `values` (a scalar head), or with `config.label_tokens` `candidate_log_probs` of the two label tokens,
+    right before wrong (column `candidate_ids`): their difference is the same logit as a scalar head's.
+    `response_mask` is True on the token *after* a step's placeholder, where the head's output is that at the
+    placeholder itself; `step_positions` makes that mask. Column `step_labels` [rows, length]: probability that the
+    step is right, 0 or 1 for hard labels. A mean over steps.
 
     Metrics: process_loss, step_accuracy.
     """
-    if outputs.values is None:
-        raise ConfigError("process_reward needs values; use Loss(..., outputs=('values',))")
+    _check_outputs(outputs, config)
     mask = batch.response_mask
     if config.supervision == "outcome":
         mask = last_true(mask)
-    labels = batch["step_labels"].masked_fill(~mask, 0).to(outputs.values.dtype)
-    logits = outputs.values.masked_fill(~mask, 0)
-    losses = softplus(logits) - labels * logits
+    right, wrong = _step_log_probs(outputs, mask, config)
+    labels = batch["step_labels"].masked_fill(~mask, 0).to(right.dtype)
+    losses = (-labels * right - (1 - labels) * wrong).masked_fill(~mask, 0)
     metrics = {
         "process_loss": mean_of(losses, mask),
-        "step_accuracy": mean_of(((logits > 0) == (labels > 0.5)).float(), mask),
+        "step_accuracy": mean_of(((right > wrong) == (labels > 0.5)).float(), mask),
     }
     return LossTerms(total=masked_sum(losses, mask), weight=mask.sum().float(), metrics=metrics)
+
+
+def _check_outputs(outputs: ModelOutputs, config: ProcessRewardConfig) -> None:
+    (name,) = config.outputs
+    if getattr(outputs, name) is None:
+        raise ConfigError(f"process_reward needs {name}; use Loss(..., outputs=({name!r},))")
+
+
+def _step_log_probs(
+    outputs: ModelOutputs, mask: Bool[Tensor, "rows length"], config: ProcessRewardConfig
+) -> tuple[Float[Tensor, "rows length"], Float[Tensor, "rows length"]]:
+    """Log-probs that each step is right and wrong."""
+    if not config.label_tokens:
+        values: Any = outputs.values
+        logits = values.masked_fill(~mask, 0)
+        return logsigmoid(logits), logsigmoid(-logits)
+    candidates: Any = outputs.candidate_log_probs
+    right, wrong = candidates.masked_fill(~mask[..., None], 0).unbind(dim=-1)
+    if config.label_softmax == "vocabulary":
+        return right, wrong
+    return logsigmoid(right - wrong), logsigmoid(wrong - right)
 
 
 def step_positions(
