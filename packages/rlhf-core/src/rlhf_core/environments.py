@@ -43,8 +43,8 @@ class Turn:
 class Observation:
     """What an environment says. Give `messages`, `text` or `token_ids`, or nothing.
 
-    >>> Observation(text="higher", reward=-0.1)
-    Observation(messages=(), text='higher', token_ids=(), images=(), reward=-0.1, done=False, info={})
+    >>> Observation(text="higher", reward=-0.1).done
+    False
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -54,6 +54,8 @@ class Observation:
     """Plain text, tokenised without special tokens."""
     token_ids: tuple[int, ...] = ()
     """Tokens, appended as they are."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the chat template shows with the first `messages`; read after `reset`."""
     images: tuple[Any, ...] = ()
     """Images that the messages or tokens have placeholders for, in order."""
     reward: float = 0.0
@@ -73,7 +75,7 @@ class Observation:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode's world; a new one is made for every episode.
+    """One episode's world; a new one is made for every episode. A method `close()`, if there is one, ends it.
 
     The methods may be plain or `async`. Plain ones run in a thread of their own and may block; coroutines run on
     the event loop of all episodes and must not.
@@ -82,7 +84,7 @@ class Environment(Protocol):
     def reset(self, metadata: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Start the episode. `metadata` are the columns of the prompt's row of data.
 
-        What is said here follows the row's prompt; it may be nothing.
+        Messages said here take the place of the row's prompt; text and tokens follow it. It may be nothing.
         """
         ...
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlhf_core import Failed, RewardFunction, Score, Trajectory, check_scores
+from rlhf_core import Failed, RewardFunction, Score, Trajectory, check_scores, keep_scored
 
 Decode = Callable[[Sequence[Trajectory]], Sequence[str]]
 """Trajectories to the texts of their responses."""
@@ -19,12 +19,14 @@ class ScoredGroup:
     index: int
     """Place among the groups that were asked for; they finish in another order."""
     trajectories: tuple[Trajectory, ...]
-    scores: tuple[Score | Failed, ...]
+    scores: tuple[Score, ...]
     """One per trajectory."""
+    failed: tuple[Failed, ...] = ()
+    """Samples that an environment or the reward's policy dropped; they are not among the trajectories."""
 
 
 async def score_as_finished(
-    groups: Iterable[Awaitable[Sequence[Trajectory]]],
+    groups: Iterable[Awaitable[Sequence[Trajectory | Failed]]],
     reward: RewardFunction,
     decode: Decode,
     *,
@@ -42,13 +44,16 @@ async def score_as_finished(
     """
     room = asyncio.Semaphore(max_batches)
 
-    async def run(index: int, group: Awaitable[Sequence[Trajectory]]) -> ScoredGroup:
-        trajectories = tuple(await group)
+    async def run(index: int, group: Awaitable[Sequence[Trajectory | Failed]]) -> ScoredGroup:
+        samples = await group
+        trajectories = [sample for sample in samples if isinstance(sample, Trajectory)]
         async with room:
             texts = await asyncio.to_thread(decode, trajectories)
-            scores = tuple(await reward.score(trajectories, texts))
+            scores = await reward.score(trajectories, texts)
         check_scores(scores, trajectories, source=getattr(reward, "name", type(reward).__name__))
-        return ScoredGroup(index=index, trajectories=trajectories, scores=scores)
+        kept, values, failed = keep_scored(trajectories, scores)
+        lost = [sample for sample in samples if isinstance(sample, Failed)]
+        return ScoredGroup(index=index, trajectories=tuple(kept), scores=tuple(values), failed=(*lost, *failed))
 
     tasks = [asyncio.ensure_future(run(index, group)) for index, group in enumerate(groups)]
     try:

@@ -1,0 +1,289 @@
+"""Episodes of a policy in an environment: token in, token out. A single turn is the one-step case."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+from rlhf_core import (
+    ConfigError,
+    Environment,
+    Failed,
+    GenerationRequest,
+    GenerationResult,
+    Observation,
+    SamplingConfig,
+    Trajectory,
+    Turn,
+)
+
+from rlhf_rollout.concurrency import gather_or_cancel
+from rlhf_rollout.environment_calls import EnvironmentFailed, EnvironmentTooSlow, call_environment, in_thread
+from rlhf_rollout.episode import Ending, Episode
+from rlhf_rollout.tool_calls import ToolCallParser
+from rlhf_rollout.turn_tokens import TurnTokens
+
+_log = logging.getLogger(__name__)
+
+
+class Generator(Protocol):
+    """What the loop needs of a rollout backend, or of a pool of them."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See RolloutBackend."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentConfig:
+    """Limits of an episode."""
+
+    sampling: SamplingConfig
+    """Of every turn; `max_tokens` is a turn's."""
+    max_turns: int = 8
+    max_tokens: int = 4096
+    """Tokens of an episode, prompt and environment included; at most the generator's `max_model_len`."""
+    step_timeout_s: float = 30.0
+    """Deadline of each `reset` and `step`."""
+    episode_timeout_s: float = 600.0
+    """Deadline of an episode, from its `reset`. A turn that is being sampled then is not kept."""
+    max_episodes: int = 1024
+    """Episodes at the same time."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """What an environment that raises does: `stop` the run, or `drop` the sample by name. Being late is no error:
+    the episode ends there, truncated."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens", "step_timeout_s", "episode_timeout_s", "max_episodes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"agent: {name} must be positive, got {getattr(self, name)}")
+        if self.on_error not in ("stop", "drop"):
+            raise ConfigError(f"agent: on_error={self.on_error!r} is unknown; write stop or drop")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentTask:
+    """One row of data and the episodes that start from it."""
+
+    group_id: str
+    """Unique in the run; episode i is the sample `<group_id>/<i>`."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """May be empty if the environment's `reset` says how the episode starts."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The row's columns, for the environment and for reward functions."""
+    images: tuple[Any, ...] = ()
+    """Images of the prompt."""
+    episodes: int = 1
+    seed: int | None = None
+    """The first turn of episode i is drawn with seed + i, later ones with seeds made from that."""
+
+
+class SingleTurn:
+    """Environment of ordinary prompts: it says nothing and is done after one turn."""
+
+    async def reset(self, metadata: Mapping[str, Any]) -> Observation:
+        """See Environment."""
+        return Observation()
+
+    async def step(self, turn: Turn) -> Observation:
+        """See Environment."""
+        return Observation(done=True)
+
+
+class AgentLoop:
+    """Plays episodes, all at once; each waits for its own environment and turns alone.
+
+    After each sampled turn the environment's answer is tokenised, once, and appended with `response_mask` False.
+    What was sampled stays as it was sampled.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        make_environment: Callable[[], Environment],
+        tokenizer: Any,
+        config: AgentConfig,
+        *,
+        parse_tool_calls: ToolCallParser | None = None,
+    ) -> None:
+        """`make_environment` is called once per episode; `parse_tool_calls` comes from `tool_call_parser`."""
+        self._generator = generator
+        self._make_environment = make_environment
+        self._turns = TurnTokens(tokenizer)
+        self._config = config
+        self._parse = parse_tool_calls or (lambda text: ())
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def run(self, tasks: Sequence[AgentTask]) -> list[Trajectory | Failed]:
+        """Episodes of all tasks, in order; those of one task are consecutive."""
+        groups = await gather_or_cancel(self.run_group(task) for task in tasks)
+        return [episode for group in groups for episode in group]
+
+    async def run_group(self, task: AgentTask) -> list[Trajectory | Failed]:
+        """Episodes of one task.
+
+        Raises:
+            EnvironmentFailed: an environment raised, and `on_error` is stop.
+        """
+        first = _SharedFirstTurn(self._generator, task)
+        try:
+            return await gather_or_cancel(self._episode(task, index, first) for index in range(task.episodes))
+        finally:
+            first.close()
+
+    async def _episode(self, task: AgentTask, index: int, first: _SharedFirstTurn) -> Trajectory | Failed:
+        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.max_episodes))
+        async with room:
+            episode = Episode(sample_id=f"{task.group_id}/{index}")
+            environment = self._make_environment()
+            try:
+                ending = await self._until_deadline(environment, episode, task, first)
+            except EnvironmentFailed as error:
+                if self._config.on_error == "stop":
+                    raise EnvironmentFailed(f"sample {episode.sample_id!r}: {error}") from error
+                _log.warning("dropped sample %r: %s", episode.sample_id, error)
+                return Failed(sample_id=episode.sample_id, reason=str(error))
+            finally:
+                await self._close(environment)
+        if not episode.token_ids:
+            return Failed(
+                sample_id=episode.sample_id, reason="the environment's reset did not return in time, and no prompt"
+            )
+        return episode.trajectory(task.group_id, task.metadata, ending)
+
+    async def _until_deadline(
+        self, environment: Environment, episode: Episode, task: AgentTask, first: _SharedFirstTurn
+    ) -> Ending:
+        try:
+            async with asyncio.timeout(self._config.episode_timeout_s) as deadline:
+                return await self._play(environment, episode, task, first)
+        except EnvironmentTooSlow as error:
+            _log.warning("sample %r is truncated: %s", episode.sample_id, error)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            _log.warning("sample %r is truncated after %g s", episode.sample_id, self._config.episode_timeout_s)
+        if not episode.token_ids and task.prompt_token_ids:
+            episode.add_given(task.prompt_token_ids, task.images)
+        return "deadline"
+
+    async def _play(
+        self, environment: Environment, episode: Episode, task: AgentTask, first: _SharedFirstTurn
+    ) -> Ending:
+        config = self._config
+        said = await call_environment(environment.reset, task.metadata, timeout_s=config.step_timeout_s)
+        opening = self._turns.opening(task.prompt_token_ids, said)
+        episode.add_given(opening, (*task.images, *said.images))
+        shared = config.max_turns == 1 and tuple(opening) == task.prompt_token_ids
+        while True:
+            room = config.max_tokens - len(episode.token_ids)
+            if room < 1:
+                return "tokens"
+            await self._sample_turn(episode, task, room, first if shared else None)
+            if episode.finish_reason == "abort":
+                return "abort"
+            said = await self._step(environment, episode)
+            episode.reward(said.reward)
+            episode.info |= said.info
+            if said.done:
+                return "done"
+            if episode.finish_reason == "length":
+                return "tokens" if len(episode.token_ids) >= config.max_tokens else "length"
+            if episode.turns == config.max_turns:
+                return "turns"
+            episode.add_given(self._turns.reply(said, episode.token_ids[-1]), said.images)
+
+    async def _sample_turn(
+        self, episode: Episode, task: AgentTask, room: int, shared: _SharedFirstTurn | None
+    ) -> None:
+        index = int(episode.sample_id.rpartition("/")[2])
+        sampling = self._config.sampling
+        limit = min(sampling.max_tokens, room)
+        sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
+        if shared is not None:
+            result = await shared.result(sampling)
+            sample = result.samples[index]
+        else:
+            result = await self._generator.generate(
+                GenerationRequest(
+                    request_id=f"{episode.sample_id}/{episode.turns}",
+                    prompt_token_ids=tuple(episode.token_ids),
+                    sampling=sampling,
+                    seed=turn_seed(task.seed, index, episode.turns),
+                    images=tuple(episode.images),
+                )
+            )
+            (sample,) = result.samples
+        episode.add_turn(sample, result.meaning)
+        if not sample.length:
+            episode.finish_reason = "abort"
+
+    async def _step(self, environment: Environment, episode: Episode) -> Observation:
+        """The environment's answer to the last turn."""
+        token_ids = tuple(episode.token_ids[episode.turn_start :])
+        turn = Turn(
+            token_ids=token_ids,
+            text=self._turns.decode(token_ids),
+            tool_calls=tuple(self._parse(self._turns.decode(token_ids, special=True))),
+            finish_reason=episode.finish_reason,  # type: ignore[arg-type]
+            index=episode.turns - 1,
+        )
+        return await call_environment(environment.step, turn, timeout_s=self._config.step_timeout_s)
+
+    async def _close(self, environment: Environment) -> None:
+        """Let go of what the environment holds; a failure to do so costs no sample."""
+        close = getattr(environment, "close", None)
+        if close is None:
+            return
+        try:
+            async with asyncio.timeout(self._config.step_timeout_s):
+                answer = await in_thread(close)
+                if asyncio.iscoroutine(answer):
+                    await answer
+        except Exception as error:
+            _log.warning("an environment could not be closed: %s: %s", type(error).__name__, error)
+
+
+class _SharedFirstTurn:
+    """One request for the only turn of all episodes of a task: the prompt is computed once."""
+
+    def __init__(self, generator: Generator, task: AgentTask) -> None:
+        self._generator = generator
+        self._task = task
+        self._call: asyncio.Task[GenerationResult] | None = None
+
+    async def result(self, sampling: SamplingConfig) -> GenerationResult:
+        """The samples of all episodes; an episode that stops waiting leaves the others theirs."""
+        if self._call is None:
+            request = GenerationRequest(
+                request_id=self._task.group_id,
+                prompt_token_ids=self._task.prompt_token_ids,
+                sampling=sampling,
+                n=self._task.episodes,
+                seed=self._task.seed,
+                images=self._task.images,
+            )
+            self._call = asyncio.ensure_future(self._generator.generate(request))
+        return await asyncio.shield(self._call)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+def turn_seed(seed: int | None, episode: int, turn: int) -> int | None:
+    """Seed of a turn: that of a plain request for the first one, far from all others for the next.
+
+    >>> turn_seed(40, 2, 0), turn_seed(None, 2, 1), turn_seed(40, 2, 1) == turn_seed(40, 2, 1)
+    (42, None, True)
+    """
+    if seed is None or turn == 0:
+        return None if seed is None else seed + episode
+    digest = hashlib.blake2b(f"{seed + episode}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33

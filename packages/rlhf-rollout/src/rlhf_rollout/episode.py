@@ -1,0 +1,75 @@
+"""An episode under way: the flat arrays of a Trajectory as they grow, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhf_core import LogProbMeaning, Sample, Trajectory
+
+Ending = Literal["done", "turns", "tokens", "length", "abort", "deadline"]
+"""`done`: the environment ended it; `turns`: max_turns; `tokens`: no room for another turn; `length`: a turn was
+cut at its max_tokens; `abort`: the generator gave a turn up; `deadline`: environment or episode took too long."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """Tokens so far, aligned with all that is known of them."""
+
+    sample_id: str
+    token_ids: list[int] = field(default_factory=list)
+    response_mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    turns: int = 0
+    turn_start: int = 0
+    """Position of the first token of the last turn."""
+    info: dict[str, float] = field(default_factory=dict)
+    meaning: LogProbMeaning = field(default_factory=LogProbMeaning)
+    finish_reason: str = "stop"
+    """Of the last turn."""
+
+    def add_given(self, token_ids: Sequence[int], images: Sequence[Any] = ()) -> None:
+        """Tokens of the prompt or the environment: in the context, not in the loss."""
+        count = len(token_ids)
+        self.token_ids += token_ids
+        self.response_mask += [False] * count
+        self.log_probs += [0.0] * count
+        self.weight_versions += [-1] * count
+        self.rewards += [0.0] * count
+        self.images += images
+
+    def add_turn(self, sample: Sample, meaning: LogProbMeaning) -> None:
+        """Sampled tokens, as they were sampled."""
+        self.turn_start = len(self.token_ids)
+        self.token_ids += sample.token_ids
+        self.response_mask += [True] * sample.length
+        self.log_probs += sample.log_probs
+        self.weight_versions += sample.weight_versions
+        self.rewards += [0.0] * sample.length
+        self.turns += 1
+        self.meaning = meaning
+        self.finish_reason = sample.finish_reason
+
+    def reward(self, amount: float) -> None:
+        """For the turn that was just sampled: at its last token."""
+        self.rewards[-1] += amount
+
+    def trajectory(self, group_id: str, metadata: Mapping[str, Any], ending: Ending) -> Trajectory:
+        """The finished row. `metadata` gets `turns`, `ending` and `environment` (the numbers to log)."""
+        return Trajectory(
+            sample_id=self.sample_id,
+            group_id=group_id,
+            token_ids=tuple(self.token_ids),
+            response_mask=tuple(self.response_mask),
+            rollout_log_probs=tuple(self.log_probs),
+            weight_versions=tuple(self.weight_versions),
+            meaning=self.meaning,
+            truncated=ending != "done" or self.finish_reason != "stop",
+            metadata={**metadata, "turns": self.turns, "ending": ending, "environment": dict(self.info)},
+            rewards=tuple(self.rewards) if any(self.rewards) else (),
+            images=tuple(self.images),
+        )
