@@ -148,7 +148,8 @@ def run_ours(arguments: argparse.Namespace, work: Path, *, packing: bool) -> dic
         learning=LearningConfig(
             learning_rate=LEARNING_RATE, schedule="constant", warmup_ratio=0.0, betas=(0.9, 0.999)
         ),
-        run=RunConfig(packing=packing, max_tokens_per_micro_batch=1 << 30),
+        # One micro-batch per step, as TRL, and as much at once when the reference is scored.
+        run=RunConfig(packing=packing, max_tokens_per_micro_batch=2 * arguments.batch * arguments.length),
         tensorboard=False,
     )
     clock: list[float] = []

@@ -2,8 +2,9 @@
 
 from rlhf_algos.config_files import dump_config, from_mapping, load_config
 from rlhf_algos.data import DataSource, Row, read_rows
-from rlhf_algos.encoding import Encoder, LengthLimit, TokenRow, load_encoder
+from rlhf_algos.encoding import Encoder, EncodingOptions, LengthLimit, TokenRow, load_encoder
 from rlhf_algos.engine import TorchEngine
+from rlhf_algos.engine_source import EngineSource
 from rlhf_algos.kto import KTOConfig
 from rlhf_algos.metrics import MetricsWriter, read_metrics
 from rlhf_algos.offline import TrainResult, evaluate, train
@@ -30,6 +31,8 @@ __all__ = [
     "DataSource",
     "DistillConfig",
     "Encoder",
+    "EncodingOptions",
+    "EngineSource",
     "EvalConfig",
     "KTOConfig",
     "LearningConfig",

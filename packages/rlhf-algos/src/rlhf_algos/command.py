@@ -61,7 +61,7 @@ def _command(method: str) -> Callable[..., None]:
         from rlhf_algos.offline import train
 
         transformers.utils.logging.disable_progress_bar()
-        with _Bar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:
+        with ProgressBar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:
             result = train(settings, on_event=bar.on_event)
         if not bar.quiet:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
@@ -72,7 +72,7 @@ def _command(method: str) -> Callable[..., None]:
     return run
 
 
-class _Bar:
+class ProgressBar:
     """A progress bar on standard error."""
 
     def __init__(self, *, quiet: bool) -> None:
@@ -91,7 +91,7 @@ class _Bar:
         )
         self._task = self._progress.add_task("reading and scoring", total=None, note="")
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> ProgressBar:
         self._progress.start()
         return self
 

@@ -7,7 +7,7 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -20,19 +20,22 @@ from rlhf_algos.yaml_files import parse_yaml, read_yaml
 T = TypeVar("T")
 
 
-def load_config(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
+def load_config(
+    cls: type[T], path: Path | None, overrides: Sequence[str] = (), *, ignore: Collection[str] = ()
+) -> T:
     """An instance of the dataclass `cls` from a YAML file and overrides such as `optimizer.learning_rate=3e-5`.
 
     Args:
         cls: a dataclass; its fields may be dataclasses, Optional, Literal, enums, tuples and mappings of these.
         path: the YAML file; None starts from the defaults.
         overrides: `dotted.key=value`, the value read as YAML. Later ones win.
+        ignore: top-level keys of the file that are another command's.
 
     Raises:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, a missing key, or
             a file that cannot be read. The message has the file and the full dotted key.
     """
-    data = {} if path is None else read_yaml(path)
+    data = {} if path is None else {key: v for key, v in read_yaml(path).items() if key not in ignore}
     source = "command line" if path is None else str(path)
     for override in overrides:
         key, separator, text = override.partition("=")

@@ -5,6 +5,7 @@ data -> (reference log-probs, once) -> batch -> engine.step(batch, loss) -> eval
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of, merge_metrics
 
-from rlhf_algos.engine import TorchEngine
+from rlhf_algos.engine_source import EngineSource
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_algos.offline_checkpoints import (
     RunState,
@@ -55,8 +56,16 @@ class TrainResult:
     stopped_early: bool = False
 
 
-def train(config: OfflineConfig, *, on_event: Event | None = None) -> TrainResult:
+def train(
+    config: OfflineConfig, *, on_event: Event | None = None, engines: EngineSource | None = None
+) -> TrainResult:
     """Run the whole training that `config` describes.
+
+    Args:
+        config: the run.
+        on_event: told of progress.
+        engines: opens the engines, any `rlhf_core.TrainEngine`; None for `TorchEngine` in this process. A teacher
+            (`distill`) always runs in this process.
 
     Raises:
         UserError: something in the configuration or the data; before any model is loaded.
@@ -68,22 +77,32 @@ def train(config: OfflineConfig, *, on_event: Event | None = None) -> TrainResul
             f"{str(config.output)!r} holds checkpoints of an earlier run; write resume: true to continue it, or "
             "another output"
         )
+    engines = engines or EngineSource()
     data = load_data(config)
     ranks = join_ranks(torch.device(config.run.device))
-    if config.batch_size < ranks.size:
-        raise ConfigError(f"batch_size {config.batch_size} is less than the {ranks.size} processes; raise it")
+    processes = ranks.size * engines.ranks
+    if min(config.batch_size, len(data.train)) < processes:
+        raise ConfigError(
+            f"batch_size {config.batch_size} or the {len(data.train)} examples are fewer than the {processes} "
+            "processes; every one needs an example"
+        )
     total = _total_steps(config, len(data.train))
     if config.offline_method.needs_reference(config.loss):
-        data = add_reference(data, config, ranks)
+        data = add_reference(data, config, ranks, engines)
     if config.offline_method.teacher(config.loss) is not None:
         data = add_teacher(data, config, ranks)
-    engine = TorchEngine(config.engine(total))
-    if engine.model.config.pad_token_id is None:
-        # Transformers' sequence classifiers find a row's last token by it.
-        engine.model.config.pad_token_id = data.encoder.pad_token_id
-    plan = _plan(config, data, total, ranks)
+    engine = engines.open(config.engine(total))
+    plan = _plan(config, data, total, processes)
     state = (load_checkpoint(checkpoints, engine, plan) if config.resume else None) or RunState(plan=plan)
-    run = _Run(config=config, data=data, engine=engine, ranks=ranks, state=state, on_event=on_event)
+    run = _Run(
+        config=config,
+        data=data,
+        engine=engine,
+        ranks=ranks,
+        processes=processes,
+        state=state,
+        on_event=on_event,
+    )
     try:
         with MetricsWriter(
             config.output if rank_of(ranks) == 0 else config.output / f"rank-{rank_of(ranks)}",
@@ -101,6 +120,8 @@ class _Run:
     data: OfflineData
     engine: TrainEngine
     ranks: Ranks
+    processes: int
+    """Everywhere, those of `ranks` times those behind the engine."""
     state: RunState
     on_event: Event | None
 
@@ -114,7 +135,7 @@ def _total_steps(config: OfflineConfig, examples: int) -> int:
     return total if config.max_steps is None else min(total, config.max_steps)
 
 
-def _plan(config: OfflineConfig, data: OfflineData, total: int, ranks: Ranks) -> dict[str, Any]:
+def _plan(config: OfflineConfig, data: OfflineData, total: int, processes: int) -> dict[str, Any]:
     """What a resumed run must have in common with the one it continues."""
     return {
         "method": config.method,
@@ -123,7 +144,7 @@ def _plan(config: OfflineConfig, data: OfflineData, total: int, ranks: Ranks) ->
         "steps": total,
         "seed": config.seed,
         "shuffle": config.shuffle,
-        "processes": ranks.size,
+        "processes": processes,
     }
 
 
@@ -163,8 +184,8 @@ def _train_step(run: _Run) -> dict[str, float]:
     per_epoch = steps_per_epoch(len(run.data.train), config.batch_size)
     epoch, step = divmod(state.step, per_epoch)
     indices = batch_indices(run.data.order(config, epoch), step=step, batch_size=config.batch_size)
-    # A last batch smaller than the number of ranks takes examples of the epoch's start, so that all have one.
-    while len(indices) < run.ranks.size:
+    # A last batch smaller than the number of processes takes examples of the epoch's start, so that all have one.
+    while len(indices) < run.processes:
         indices.append(run.data.order(config, epoch)[len(indices)])
     batch = global_batch([run.data.train[i] for i in indices], run.data, config, run.engine, run.ranks)
     own = batch.select_units(own_units(batch, run.ranks))
@@ -233,5 +254,13 @@ def _export(run: _Run, path: Path) -> None:
         run.engine.export(beside)
         if rank_of(run.ranks) == 0:
             run.data.encoder.tokenizer.save_pretrained(beside)
+            _name_padding(beside / "config.json", run.data.encoder.pad_token_id)
 
     replace_directory(path, write, ranks=run.ranks)
+
+
+def _name_padding(file: Path, pad_token_id: int) -> None:
+    """Transformers' sequence classifiers find a row's last token by the padding token of the model's config."""
+    settings = json.loads(file.read_text())
+    if settings.get("pad_token_id") is None:
+        file.write_text(json.dumps({**settings, "pad_token_id": pad_token_id}, indent=2) + "\n")

@@ -13,6 +13,7 @@ from rlhf_core import Batch, ConfigError, Ranks, TrainEngine
 from rlhf_algos.data import DataSource, read_rows
 from rlhf_algos.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
 from rlhf_algos.engine import TorchEngine
+from rlhf_algos.engine_source import EngineSource
 from rlhf_algos.examples import EncodingReport, Example, collate_examples, encode_rows
 from rlhf_algos.offline_config import OfflineConfig
 from rlhf_algos.offline_methods import with_partners
@@ -104,7 +105,7 @@ def _partnered(examples: list[Example], config: OfflineConfig) -> list[Example]:
     return with_partners(examples, order, group=config.batch_size, max_length=config.limit.max_length)
 
 
-def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> OfflineData:
+def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engines: EngineSource) -> OfflineData:
     """Give all examples the reference's log-probs, from the cache or from the reference model."""
     model = config.reference or config.model
     everything = data.train + data.eval
@@ -112,7 +113,7 @@ def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> Off
         everything,
         directory=config.reference_cache or default_cache(),
         key=cache_key(model, config.run.dtype, everything),
-        open_engine=lambda: TorchEngine(config.engine(None)),
+        open_engine=lambda: engines.open(config.engine(None)),
         ranks=ranks,
     )
     return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])

@@ -1,0 +1,27 @@
+"""Where offline training gets its engines from: this process, or wherever a launcher puts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_core import ConfigError, EngineConfig, TrainEngine
+
+from rlhf_algos.engine import TorchEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSource:
+    """Opens the engines of a run: the one that is trained, and before it the frozen reference.
+
+    >>> train(config, engines=EngineSource(open=lambda engine_config: MyEngine(engine_config)))   # doctest: +SKIP
+    """
+
+    open: Callable[[EngineConfig], TrainEngine] = TorchEngine
+    """From the engine's configuration to the engine, ready for use."""
+    ranks: int = 1
+    """Ranks among which an engine deals out the rows it is given; every step has at least one example for each."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"engines: ranks must be at least 1, got {self.ranks}")
