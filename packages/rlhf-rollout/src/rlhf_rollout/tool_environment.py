@@ -12,8 +12,8 @@ class ToolEnvironment:
     """Environment of a question and tools. A turn without a call is the answer and ends the episode.
 
     The tools' signatures and docstrings (Google style, as Transformers reads them) become the schemas that the chat
-    template shows. Their results, and what went wrong with a call, come back as messages of the role `tool`. Numbers
-    to log: `tool_calls`, `tool_errors`.
+    template shows. Their results, and what went wrong with a call, come back as messages of the role `tool`.
+    Numbers to log: `tool_calls`, `tool_errors`.
 
     >>> make = functools.partial(ToolEnvironment, [calculator], grade=right_answer)      # doctest: +SKIP
     """

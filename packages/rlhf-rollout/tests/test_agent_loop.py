@@ -1,0 +1,352 @@
+"""The agent loop: tokens in, tokens out; limits, deadlines, failures, concurrency."""
+
+import asyncio
+import threading
+
+import pytest
+from rlhf_core import (
+    ConfigError,
+    Environment,
+    Failed,
+    LogProbMeaning,
+    Observation,
+    SamplingConfig,
+    Trajectory,
+)
+from rlhf_core.testing.fakes import ScriptedBackend
+from rlhf_core.testing.tiny import byte_tokenizer
+from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, EnvironmentFailed, SingleTurn
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def say(*turns: str):
+    """A script that says these turns one after another, by the number of end-of-text tokens in the prompt."""
+
+    def script(request, index):
+        count = sum(token == EOS for token in request.prompt_token_ids)
+        return (*ids(turns[min(count, len(turns) - 1)]), EOS)
+
+    return script
+
+
+class Echo:
+    """Answers `<turn>!`, gives 1, 2, 3, ... and is done after `turns`."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    async def reset(self, metadata):
+        return Observation(text=metadata.get("opening", ""))
+
+    async def step(self, turn):
+        return Observation(
+            text=turn.text + "!",
+            reward=turn.index + 1.0,
+            done=turn.index + 1 == self.turns,
+            info={"seen": turn.index},
+        )
+
+
+def config(**changes) -> AgentConfig:
+    return AgentConfig(**{"sampling": SamplingConfig(max_tokens=16), "max_tokens": 200, **changes})
+
+
+def play(environment, *, script=None, backend=None, task=None, **changes) -> list[Trajectory | Failed]:
+    backend = backend or ScriptedBackend(script=script or say("a", "b", "c"))
+    loop = AgentLoop(backend, environment, TOKENIZER, config(**changes))
+    return asyncio.run(loop.run([task or AgentTask(group_id="g", prompt_token_ids=ids("go"), metadata={"k": 1})]))
+
+
+# ------------------------------------------------------------ what an episode is
+
+
+def test_turns_and_answers_in_one_row():
+    (t,) = play(Echo)
+    assert t.token_ids == (*ids("go"), *ids("a"), EOS, *ids("a!"), *ids("b"), EOS, *ids("b!"), *ids("c"), EOS)
+    sampled = [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2
+    assert list(t.response_mask) == sampled
+    assert list(t.weight_versions) == [0 if s else -1 for s in sampled]
+    assert list(t.rewards) == [0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3]
+    assert not t.truncated
+    assert t.metadata == {"k": 1, "turns": 3, "ending": "done", "environment": {"seen": 2}}
+
+
+def test_every_turn_continues_from_the_very_tokens_before_it():
+    # Byte tokens of an invalid sequence: decoding and tokenising again would change them.
+    broken = (ids("é")[0], ids("é")[0], EOS)
+    backend = ScriptedBackend(script=lambda request, index: broken)
+    (t,) = play(lambda: Echo(2), backend=backend)
+    first, second = backend.requests
+    assert second.prompt_token_ids[: len(first.prompt_token_ids) + 3] == first.prompt_token_ids + broken
+    assert t.token_ids == second.prompt_token_ids + broken
+    assert ids(TOKENIZER.decode(broken)) != broken
+
+
+def test_a_single_turn_is_one_request_for_all_samples():
+    backend = ScriptedBackend(script=say("yes"))
+    task = AgentTask(group_id="7/0", prompt_token_ids=ids("go"), episodes=3, seed=5)
+    found = play(SingleTurn, backend=backend, task=task, max_turns=1)
+    (request,) = backend.requests
+    assert (request.n, request.seed, request.request_id) == (3, 5, "7/0")
+    assert [t.sample_id for t in found] == ["7/0/0", "7/0/1", "7/0/2"]
+    assert {t.token_ids for t in found} == {(*ids("go"), *ids("yes"), EOS)}
+    assert not any(t.truncated or t.rewards for t in found)
+
+
+def test_seeds_differ_by_episode_and_turn():
+    backend = ScriptedBackend(script=say("a"))
+    task = AgentTask(group_id="g", prompt_token_ids=ids("go"), episodes=3, seed=5)
+    play(Echo, backend=backend, task=task)
+    seeds = {(r.request_id): r.seed for r in backend.requests}
+    assert len(set(seeds.values())) == 9
+    assert [seeds[f"g/{i}/0"] for i in range(3)] == [5, 6, 7]
+
+
+def test_messages_take_the_prompts_place_and_close_the_turn_once():
+    class Chat:
+        def reset(self, metadata):
+            return Observation(messages=({"role": "user", "content": "hi"},))
+
+        def step(self, turn):
+            return Observation(messages=({"role": "user", "content": "more"},), done=turn.index == 1)
+
+    (t,) = play(Chat, script=say("", "a", "", "b"))
+    text = TOKENIZER.decode(t.token_ids, skip_special_tokens=False)
+    assert text == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+    )
+
+
+def test_a_turn_that_another_token_ended_is_closed_by_the_template():
+    stop = ids(".")[0]
+
+    class Chat:
+        def reset(self, metadata):
+            return Observation()
+
+        def step(self, turn):
+            return Observation(messages=({"role": "user", "content": "x"},), done=turn.index == 1)
+
+    (t,) = play(Chat, script=lambda request, index: (*ids("ok"), stop))
+    assert TOKENIZER.decode(t.token_ids, skip_special_tokens=False).startswith(
+        "gook.<|im_end|>\n<|im_start|>user\nx"
+    )
+    assert t.response_mask[5] is False  # the end of the turn that the policy did not say
+
+
+def test_images_travel_with_requests_and_trajectories():
+    class Gallery:
+        def reset(self, metadata):
+            return Observation(images=("second",))
+
+        def step(self, turn):
+            return Observation(text="x", images=("third",), done=turn.index == 1)
+
+    backend = ScriptedBackend(script=say("a"))
+    task = AgentTask(group_id="g", prompt_token_ids=ids("go"), images=("first",))
+    (t,) = play(Gallery, backend=backend, task=task)
+    assert [r.images for r in backend.requests] == [("first", "second"), ("first", "second", "third")]
+    assert t.images == ("first", "second", "third")
+
+
+def test_the_meaning_of_log_probs_is_kept():
+    (t,) = play(Echo, sampling=SamplingConfig(max_tokens=4, temperature=0.5))
+    assert t.meaning == LogProbMeaning(temperature=0.5)
+
+
+# ------------------------------------------------------------ limits
+
+
+@pytest.mark.parametrize(
+    ("changes", "ending", "turns"),
+    [
+        ({"max_turns": 2}, "turns", 2),
+        ({"max_tokens": 7}, "tokens", 2),
+        ({"sampling": SamplingConfig(max_tokens=1)}, "length", 1),
+    ],
+)
+def test_limits_truncate(changes, ending, turns):
+    (t,) = play(Echo, **changes)
+    assert (t.truncated, t.metadata["ending"], t.metadata["turns"]) == (True, ending, turns)
+    assert len(t.token_ids) <= changes.get("max_tokens", 200)
+    # The turn at the limit has its reward all the same.
+    assert sum(t.rewards) == sum(range(1, turns + 1))
+
+
+def test_a_done_episode_whose_last_turn_was_cut_is_truncated():
+    (t,) = play(SingleTurn, sampling=SamplingConfig(max_tokens=1))
+    assert (t.truncated, t.metadata["ending"]) == (True, "done")
+
+
+def test_an_aborted_turn_ends_the_episode_unjudged():
+    class Never:
+        def reset(self, metadata):
+            return Observation()
+
+        def step(self, turn):
+            raise RuntimeError("an aborted turn was judged")
+
+    async def run():
+        backend = ScriptedBackend(script=say("a long turn"), token_delay_s=0.02)
+        task = asyncio.ensure_future(
+            AgentLoop(backend, Never, TOKENIZER, config()).run(
+                [AgentTask(group_id="g", prompt_token_ids=ids("go"))]
+            )
+        )
+        await asyncio.sleep(0.1)
+        await backend.pause("abort")
+        return await task
+
+    (t,) = asyncio.run(run())
+    assert (t.truncated, t.metadata["ending"]) == (True, "abort")
+
+
+# ------------------------------------------------------------ slow and broken environments
+
+
+class Slow(Echo):
+    """Never returns from its second step: in a thread or on the loop."""
+
+    release = threading.Event()
+
+    def step(self, turn):
+        if turn.index == 1:
+            self.release.wait(30)
+        return Observation(text="!", reward=1.0)
+
+
+class SlowAsync(Slow):
+    async def step(self, turn):
+        if turn.index == 1:
+            await asyncio.sleep(30)
+        return Observation(text="!", reward=1.0)
+
+
+@pytest.mark.parametrize("environment", [Slow, SlowAsync])
+def test_one_that_never_ends_is_cut_and_holds_nobody(environment):
+    async def run():
+        made = iter([environment, Echo, Echo])
+        loop = AgentLoop(
+            ScriptedBackend(script=say("a", "b", "c")), lambda: next(made)(), TOKENIZER, config(step_timeout_s=0.5)
+        )
+        order = []
+
+        async def one(name):
+            (t,) = await loop.run_group(AgentTask(group_id=name, prompt_token_ids=ids("go")))
+            order.append(name)
+            return t
+
+        return await asyncio.gather(*map(one, ["slow", "x", "y"])), order
+
+    (slow, *others), order = asyncio.run(run())
+    Slow.release.set()
+    Slow.release = threading.Event()
+    assert order[-1] == "slow"
+    assert [t.metadata["ending"] for t in others] == ["done", "done"]
+    assert (slow.truncated, slow.metadata["ending"], slow.metadata["turns"]) == (True, "deadline", 2)
+    assert sum(slow.rewards) == 1.0  # the turns before are kept with their rewards
+
+
+def test_the_deadline_of_an_episode_ends_sampling_too():
+    backend = ScriptedBackend(script=say("x" * 12), token_delay_s=0.2)
+    (t,) = play(Echo, backend=backend, episode_timeout_s=0.5)
+    assert (t.truncated, t.response_length, t.token_ids) == (True, 0, ids("go"))
+
+
+def test_a_reset_that_hangs_leaves_the_prompt_or_a_failure():
+    class Stuck(Echo):
+        async def reset(self, metadata):
+            await asyncio.sleep(30)
+
+    (t,) = play(Stuck, step_timeout_s=0.1)
+    assert (t.truncated, t.token_ids, t.response_length) == (True, ids("go"), 0)
+    (failed,) = play(Stuck, task=AgentTask(group_id="g"), step_timeout_s=0.1)
+    assert isinstance(failed, Failed)
+
+
+class Broken(Echo):
+    async def step(self, turn):
+        raise TimeoutError("of its own")
+
+
+def test_one_that_raises_stops_the_run_or_is_dropped_by_name():
+    with pytest.raises(EnvironmentFailed, match=r"sample 'g/0'.*Broken.step raised TimeoutError: of its own"):
+        play(Broken)
+    (failed,) = play(Broken, on_error="drop")
+    assert failed.sample_id == "g/0"
+    assert "of its own" in failed.reason
+
+
+def test_what_is_no_observation_is_a_failure():
+    class Wrong(Echo):
+        async def step(self, turn):
+            return "well done"
+
+    with pytest.raises(EnvironmentFailed, match="return an Observation"):
+        play(Wrong)
+
+
+def test_environments_are_closed_however_they_end():
+    closed = []
+
+    class Closing(Echo):
+        def close(self):
+            closed.append(self.turns)
+            raise RuntimeError("costs no sample")
+
+    class ClosingBroken(Broken):
+        async def close(self):
+            closed.append("broken")
+
+    play(Closing)
+    play(ClosingBroken, on_error="drop")
+    assert closed == [3, "broken"]
+
+
+def test_an_engine_that_dies_is_no_environments_fault():
+    backend = ScriptedBackend()
+    backend.die()
+    with pytest.raises(Exception, match="killed by the test"):
+        play(Echo, backend=backend, on_error="drop")
+
+
+def test_at_most_so_many_episodes_at_once_over_several_event_loops():
+    inside, most = 0, 0
+
+    class Counting(Echo):
+        async def step(self, turn):
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.01)
+            inside -= 1
+            return Observation(done=True)
+
+    loop = AgentLoop(ScriptedBackend(script=say("a")), Counting, TOKENIZER, config(max_episodes=2))
+    tasks = [AgentTask(group_id=str(i), prompt_token_ids=ids("go"), episodes=2) for i in range(4)]
+    for _ in range(2):
+        assert len(asyncio.run(loop.run(tasks))) == 8
+    assert most == 2
+
+
+def test_an_episode_with_nothing_to_start_from_is_refused():
+    with pytest.raises(Exception, match="starts with nothing"):
+        play(Echo, task=AgentTask(group_id="g"))
+
+
+@pytest.mark.parametrize("changes", [{"max_turns": 0}, {"step_timeout_s": 0}, {"on_error": "ignore"}])
+def test_settings_are_checked(changes):
+    with pytest.raises(ConfigError):
+        config(**changes)
+
+
+def test_they_are_environments():
+    assert isinstance(SingleTurn(), Environment)
+    assert isinstance(Echo(), Environment)
