@@ -1,163 +1,160 @@
-"""Links: local between threads, gloo between processes, deadlines and misuse."""
+"""The built-in transports pass the conformance checks; what is particular to each; processes that die."""
 
+import os
+import signal
 import subprocess
 import sys
-import threading
-import time
+from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core import ConfigError, DeadlineExceeded, Link, WeightSyncError, join, open_sender
+from rlhf_core import ConfigError, DeadlineExceeded, Link, WeightSyncError, join, open_sender, send_weights
+from rlhf_core.testing.transport import Beside, Source, TransportConformance
+from safetensors.torch import load_file
+
+
+class TestLocal(TransportConformance):
+    kind = "local"
+
+
+class TestGloo(TransportConformance):
+    kind = "gloo"
+
+
+class TestSharedMemory(TransportConformance):
+    kind = "shm"
+
+
+class TestByPath(TransportConformance):
+    kind = "rlhf_core.transport_local:LocalTransport"
+
+
+class TestDisk(TransportConformance):
+    kind = "disk"
+
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("RLHF_WEIGHTS_DIRECTORY", str(tmp_path))
+        yield
+        assert list(tmp_path.iterdir()) == [], "closing left something behind"
+
+
+# ------------------------------------------------------------ between processes
 
 RECEIVER = """
-import sys, torch
-from rlhf_core import Link, join
-link = Link(kind="gloo", address=sys.argv[1], receivers=2, timeout_s=60)
-receiver = join(link, int(sys.argv[2]))
-flat = torch.empty(1000, dtype=torch.uint8)
-for _ in range(3):
-    receiver.receive(flat)
-    print(int(flat.sum()), flush=True)
-receiver.close()
-receiver.close()
+import os, signal, sys
+from rlhf_core import Link, WeightManifest, join, receive_weights
+from rlhf_core.testing.transport import Source
+
+kind, address, receivers, rank, die_after = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+link = Link(kind=kind, address=address, receivers=receivers, timeout_s=60)
+receiver = join(link, rank)
+buckets = 0
+
+def load(pairs):
+    global buckets
+    pairs = list(pairs)
+    if not pairs:
+        return
+    buckets += 1
+    if buckets == die_after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert all((tensor == expected.tensors[name]).all() for name, tensor in pairs), "wrong values"
+
+for version in (1, 2):
+    expected = Source([40_000] * 3, version)
+    receive_weights(expected.manifest(), receiver, load)
+    print("version", version, flush=True)
 """
 
 
-def buffer(value: int, size: int = 16) -> torch.Tensor:
-    return torch.full((size,), value, dtype=torch.uint8)
+def start_receiver(link, rank, die_after=0):
+    command = [sys.executable, "-c", RECEIVER, link.kind, link.address]
+    command += [str(link.receivers), str(rank), str(die_after)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def in_thread(function, *args):
-    """Run beside the test; returns the thread and the list that gets the result or the error."""
-    outcome = []
-
-    def work():
-        try:
-            outcome.append(function(*args))
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread, outcome
-
-
-def test_gloo_between_processes():
-    sender = open_sender("gloo", receivers=2, timeout_s=60)
-    command = [sys.executable, "-c", RECEIVER, sender.link.address]
-    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+@pytest.mark.parametrize("kind", ["gloo", "shm", "disk"])
+def test_between_processes_and_one_dies_amid_the_second_sync(kind, tmp_path):
+    before = set(Path("/dev/shm").glob("rlhf-weights-*")) if Path("/dev/shm").exists() else set()
+    sender = open_sender(kind, receivers=2, host=f"{tmp_path}/weights" if kind == "disk" else None, timeout_s=20)
+    processes = [start_receiver(sender.link, rank, die_after=5 if rank else 0) for rank in range(2)]
     try:
         sender.accept()
-        for value in (1, 2, 3):
-            sender.send(buffer(value, 1000)).wait()
-        assert [process.communicate(timeout=60)[0].split() for process in processes] == [
-            ["1000", "2000", "3000"]
-        ] * 2
-        assert [process.returncode for process in processes] == [0, 0]
+        first, second = Source([40_000] * 3, 1), Source([40_000] * 3, 2)
+        send_weights(first, first.manifest(), sender)
+        late = open_sender("local", receivers=1)  # only for its link's defaults
+        late.close()
+        sender.link = Link(kind=kind, address=sender.link.address, receivers=2, timeout_s=2)
+        with pytest.raises((WeightSyncError, DeadlineExceeded)):
+            send_weights(second, second.manifest(), sender)
+        assert "version 1" in processes[0].stdout.readline()
+        assert processes[1].wait(30) == -signal.SIGKILL
     finally:
-        sender.close()
         sender.close()
         for process in processes:
             process.kill()
+            process.communicate()
+    left = set(Path("/dev/shm").glob("rlhf-weights-*")) - before if Path("/dev/shm").exists() else set()
+    assert not [path for path in left if f"{os.getpid()}" in path.name]
 
 
-@pytest.mark.parametrize("kind", ["local", "gloo"])
-def test_between_threads(kind):
-    sender = open_sender(kind, receivers=1, timeout_s=20)
+# ------------------------------------------------------------ particular to a kind
 
-    def receive():
-        receiver = join(sender.link, 0)
-        flat = torch.empty(16, dtype=torch.uint8)
-        sums = []
-        for _ in range(3):
-            receiver.receive(flat)
-            sums.append(int(flat.sum()))
-        return sums
 
-    thread, outcome = in_thread(receive)
+def test_the_files_are_ordinary_safetensors(tmp_path):
+    sender = open_sender("disk", receivers=1, host=str(tmp_path), timeout_s=20)
+    joining = Beside(lambda: join(sender.link, 0))
     sender.accept()
-    for value in (1, 2, 3):
-        sender.send(buffer(value)).wait()
-    thread.join(20)
-    assert outcome == [[16, 32, 48]]
+    receiver = joining.result()
+    source = Source([7, 33, 5000], 3)
+    manifest = source.manifest(checksums=True)
+    taking = Beside(lambda: [load_file(file) for file in files(tmp_path, receiver, manifest)])
+    send_weights(source, manifest, sender)
+    found = {name: tensor for part in taking.result() for name, tensor in part.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in source.tensors.items())
+    assert found.keys() - source.tensors.keys() == {"rlhf.checksum"}
     sender.close()
 
 
-def test_two_links_do_not_disturb_each_other():
-    first, second = (open_sender("gloo", receivers=1, timeout_s=20) for _ in range(2))
-    assert first.link.address != second.link.address
-    flats = [torch.empty(16, dtype=torch.uint8) for _ in range(2)]
-    threads = [
-        in_thread(lambda link=s.link, flat=flat: join(link, 0).receive(flat))[0]
-        for s, flat in zip((first, second), flats, strict=True)
-    ]
-    for sender, value in ((second, 5), (first, 4)):
-        sender.accept()
-        sender.send(buffer(value)).wait()
-    for thread in threads:
-        thread.join(20)
-    assert [int(flat[0]) for flat in flats] == [4, 5]
+def files(directory, receiver, manifest):
+    """The path of each bucket, while it is there."""
+    for bucket, _ in enumerate(receiver.receive(manifest.buckets())):
+        yield next(directory.glob(f"*/sync-1/bucket-{bucket}.safetensors"))
 
 
-def test_a_sender_names_what_it_waited_for():
-    sender = open_sender("gloo", receivers=1, timeout_s=0.5)
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.5 s for the other ends of the gloo weight link"):
-        sender.accept()
-    assert time.monotonic() - started < 30
+def test_shared_memory_has_no_name_once_it_is_mapped():
+    sender, (receiver,) = TestSharedMemory().connected()
+    source = Source([700, 300], 1)
+    taking = Beside(lambda: TestSharedMemory().received(receiver, source.manifest()))
+    pair = sender.buffers(4096)
+    assert pair[0].numel() >= 4096
+    assert not [path for path in map_paths() if "rlhf-weights" in path and "(deleted)" not in path]
+    send_weights(source, source.manifest(), sender)
+    taking.result()
     sender.close()
 
 
-def test_a_receiver_names_the_sender_it_did_not_find():
-    gone = open_sender("gloo", receivers=1, timeout_s=5)
-    link = Link(kind="gloo", address=gone.link.address, receivers=1, timeout_s=0.5)
-    gone.close()
-    with pytest.raises(DeadlineExceeded, match=f"found no sender at {link.address}"):
-        join(link, 0)
+def map_paths():
+    maps = Path("/proc/self/maps")
+    return maps.read_text().splitlines() if maps.exists() else []
 
 
-def test_a_local_receiver_gives_up_at_its_deadline():
-    sender = open_sender("local", receivers=1, timeout_s=0.2)
-    with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
-        join(sender.link, 0).receive(torch.empty(1, dtype=torch.uint8))
-
-
-def test_a_local_sender_gives_up_at_its_deadline():
-    sender = open_sender("local", receivers=1, timeout_s=0.2)
-    with pytest.raises(WeightSyncError, match="not all 1 local receivers"):
-        sender.send(buffer(1)).wait()
-
-
-def test_a_local_receiver_hears_that_the_sender_has_closed():
-    sender = open_sender("local", receivers=1, timeout_s=20)
-    receiver = join(sender.link, 0)
+@pytest.mark.parametrize("kind", ["local", "shm", "disk"])
+def test_another_manifest_on_the_other_side_is_noticed(kind):
+    checks = type("Checks", (TransportConformance,), {"kind": kind})()
+    sender, (receiver,) = checks.connected(timeout_s=5)
+    source, other = Source([700, 300], 1), Source([700, 200], 1)
+    taking = Beside(lambda: checks.received(receiver, other.manifest()))
+    with pytest.raises((WeightSyncError, DeadlineExceeded)):
+        send_weights(source, source.manifest(), sender)
+    with pytest.raises(WeightSyncError, match="same manifest"):
+        taking.result()
     sender.close()
-    with pytest.raises(WeightSyncError, match="closed the local weight link"):
-        receiver.receive(torch.empty(1, dtype=torch.uint8))
-    with pytest.raises(WeightSyncError, match="closed"):
-        sender.send(buffer(1))
-
-
-def test_a_gloo_receiver_hears_that_the_sender_has_closed():
-    sender = open_sender("gloo", receivers=1, timeout_s=3)
-    thread, outcome = in_thread(lambda: join(sender.link, 0).receive(torch.empty(16, dtype=torch.uint8)))
-    sender.accept()
-    sender.close()
-    thread.join(30)
-    assert isinstance(outcome[0], WeightSyncError)
-
-
-def test_buffers_of_unequal_size_are_noticed():
-    sender = open_sender("local", receivers=1, timeout_s=5)
-    thread, outcome = in_thread(lambda: join(sender.link, 0).receive(torch.empty(8, dtype=torch.uint8)))
-    with pytest.raises(WeightSyncError):
-        sender.send(buffer(1)).wait()
-    thread.join(10)
-    assert "same manifest" in str(outcome[0])
 
 
 def test_misuse_is_refused():
-    with pytest.raises(ConfigError, match=r"'carrier pigeon'.*gloo, local, nccl"):
+    with pytest.raises(ConfigError, match=r"'carrier pigeon'.*disk, gloo, ipc, local, nccl, shm"):
         open_sender("carrier pigeon", receivers=1)
     sender = open_sender("local", receivers=2)
     for rank in (-1, 2):
@@ -165,5 +162,6 @@ def test_misuse_is_refused():
             join(sender.link, rank)
     with pytest.raises(WeightSyncError, match="within one process"):
         join(Link(kind="local", address="elsewhere", receivers=1, timeout_s=1), 0)
+    bucket = Source([700], 1).manifest().buckets()[0]
     with pytest.raises(WeightSyncError, match="not accepted yet"):
-        open_sender("gloo", receivers=1).send(buffer(1))
+        open_sender("gloo", receivers=1).send(torch.zeros(bucket.nbytes, dtype=torch.uint8), bucket)

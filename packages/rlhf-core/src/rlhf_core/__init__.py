@@ -24,6 +24,7 @@ from rlhf_core.forward import model_outputs
 from rlhf_core.generation import FinishReason, GenerationRequest, GenerationResult, Sample
 from rlhf_core.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from rlhf_core.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
+from rlhf_core.manifest import Bucket, TensorSpec, WeightManifest
 from rlhf_core.masking import masked_mean, masked_sum
 from rlhf_core.plugins import ROLLOUT_BACKENDS, TRAIN_ENGINES, load_object, load_plugin, plugin_names
 from rlhf_core.random_state import RandomState
@@ -33,10 +34,7 @@ from rlhf_core.schedule import learning_rate
 from rlhf_core.trajectory import Trajectory
 from rlhf_core.transport import Link, Receiver, Sender, join, open_sender
 from rlhf_core.weights import (
-    Bucket,
     ModuleWeights,
-    TensorSpec,
-    WeightManifest,
     WeightSource,
     check_coverage,
     copy_into,

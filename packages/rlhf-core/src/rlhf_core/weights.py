@@ -10,121 +10,32 @@ Names are checkpoint names. Every name travels exactly once; nothing is left ove
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rlhf_core.checksum import checksum
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.manifest import CHECKSUM_BYTES, DEFAULT_BUCKET_BYTES, Bucket, TensorSpec, WeightManifest
 from rlhf_core.transport import Receiver, Sender, Sending
 
-DEFAULT_BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 64  # bytes; keeps every view aligned for any dtype and for vector loads
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Bucket",
+    "ModuleWeights",
+    "TensorSpec",
+    "WeightManifest",
+    "WeightSource",
+    "check_coverage",
+    "copy_into",
+    "receive_weights",
+    "send_weights",
+]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """Name, shape and dtype of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """As in `torch.<dtype>`: "float32", "bfloat16", ..."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's own object."""
-        return getattr(torch, self.dtype)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """Tensors that travel in one flat byte buffer, with the offset of each."""
-
-    tensors: tuple[TensorSpec, ...]
-    offsets: tuple[int, ...]
-    nbytes: int
-
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors inside a byte buffer, without a copy."""
-        for spec, offset in zip(self.tensors, self.offsets, strict=True):
-            yield spec.name, flat[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightManifest:
-    """What one sync moves.
-
-    >>> m = WeightManifest(version=3, bucket_bytes=96, tensors=(
-    ...     TensorSpec(name="a", shape=(4,), dtype="float32"), TensorSpec(name="b", shape=(30,), dtype="bfloat16")))
-    >>> [[t.name for t in bucket.tensors] for bucket in m.buckets()], m.total_bytes
-    ([['a'], ['b']], 76)
-    """
-
-    version: int
-    tensors: tuple[TensorSpec, ...]
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """Upper bound on a bucket, except that a larger tensor has a bucket of its own."""
-
-    def __post_init__(self) -> None:
-        names = [spec.name for spec in self.tensors]
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"weights named twice in one manifest: {', '.join(twice)}")
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self.tensors)
-
-    @property
-    def digest(self) -> str:
-        """Hash of names, shapes, dtypes and bucket size: equal digests mean equal buckets on both sides."""
-        content = repr((self.bucket_bytes, [(t.name, t.shape, t.dtype) for t in self.tensors]))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-    def buckets(self) -> list[Bucket]:
-        """The tensors in order, cut into buckets."""
-        cut: list[Bucket] = []
-        tensors: list[TensorSpec] = []
-        offsets: list[int] = []
-        end = 0
-        for spec in self.tensors:
-            if tensors and end + spec.nbytes > self.bucket_bytes:
-                cut.append(Bucket(tensors=tuple(tensors), offsets=tuple(offsets), nbytes=end))
-                tensors, offsets, end = [], [], 0
-            tensors.append(spec)
-            offsets.append(end)
-            end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if tensors:
-            cut.append(Bucket(tensors=tuple(tensors), offsets=tuple(offsets), nbytes=end))
-        return cut
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for control channels that carry nothing else."""
-        return {
-            "version": self.version,
-            "bucket_bytes": self.bucket_bytes,
-            "tensors": [[t.name, list(t.shape), t.dtype] for t in self.tensors],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> WeightManifest:
-        """Inverse of `to_dict`."""
-        return cls(
-            version=data["version"],
-            bucket_bytes=data["bucket_bytes"],
-            tensors=tuple(TensorSpec(name=n, shape=tuple(s), dtype=d) for n, s, d in data["tensors"]),
-        )
+Load = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 class WeightSource(Protocol):
@@ -135,9 +46,11 @@ class WeightSource(Protocol):
         ...
 
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
-        """The bucket's tensors at full shape on the engine's device; valid until the next call.
+        """The bucket's tensors at full shape on the engine's device.
 
-        On ranks that do not send, the gather still takes part in the collective and may yield nothing.
+        They keep their values for as long as the caller holds them, through later calls too: the sender may send
+        them from where they are. Sparse tensors (see TensorSpec) are bytes: the indices, then the values at
+        `values_offset`. On ranks that do not send, the gather still takes part in the collective and may yield nothing.
         """
         ...
 
@@ -174,34 +87,69 @@ class ModuleWeights:
 def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender | None) -> None:
     """Send every bucket of `manifest`; run by all ranks of the engine, `sender` being None on all but one.
 
-    Two buffers alternate, so that the next bucket is gathered and packed while the last one is on its way.
+    Two buffers alternate, so that the next bucket is gathered and packed while the last one is on its way; with
+    what the source gathers at a time they are all the memory it takes. A bucket that is one tensor in the right
+    form already is sent from where it is.
+
+    Raises:
+        WeightSyncError: the source does not keep to its manifest, or a receiver is gone.
+        DeadlineExceeded: receivers did not take the weights in time.
     """
     buckets = manifest.buckets()
-    size = max((bucket.nbytes for bucket in buckets), default=0)
-    buffers: list[Tensor] = []
+    if sender is None:
+        for bucket in buckets:
+            for _ in source.gather(bucket):
+                pass
+        return
+    # Large tensors that travel alone are mostly sent in place and need no buffer.
+    shared = [bucket.nbytes for bucket in buckets if len(bucket.tensors) > 1]
     pending: list[Sending | None] = [None, None]
     for index, bucket in enumerate(buckets):
-        tensors = source.gather(bucket)
-        if sender is None:
-            for _ in tensors:
-                pass
-            continue
         slot = index % 2
-        if len(buffers) <= slot:
-            buffers.append(torch.empty(size, dtype=torch.uint8, device=sender.device))
         if (sending := pending[slot]) is not None:
             sending.wait()
-        _pack(bucket, tensors, buffers[slot])
-        pending[slot] = sender.send(buffers[slot][: bucket.nbytes])
+        tensors, flat = source.gather(bucket), None
+        if len(bucket.tensors) == 1:
+            tensors = list(tensors)
+            flat = _in_place(bucket, tensors, sender.device)
+        if flat is None:
+            flat = sender.buffers(max([bucket.nbytes, *shared]))[slot][: bucket.nbytes]
+            _pack(bucket, tensors, flat)
+            if bucket.checksum:
+                _seal(manifest, bucket, flat)
+        del tensors
+        pending[slot] = sender.send(flat, bucket)
     # Oldest first: the receiver takes them in the order of sending.
     for index in (len(buckets), len(buckets) + 1):
         if (sending := pending[index % 2]) is not None:
             sending.wait()
+    sender.finish()
+
+
+def _in_place(bucket: Bucket, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> Tensor | None:
+    """The bytes of the bucket's only tensor, if they can be sent as they are."""
+    if bucket.checksum or len(tensors) != 1:
+        return None
+    ((name, tensor),) = tensors
+    (spec,) = bucket.tensors
+    as_is = (
+        name == spec.name
+        and spec.changed is None
+        and tensor.dtype == spec.torch_dtype
+        and tuple(tensor.shape) == spec.shape
+        and tensor.device.type == device.type
+        and tensor.is_contiguous()
+        and spec.nbytes == bucket.nbytes
+    )
+    return tensor.detach().reshape(-1).view(torch.uint8) if as_is else None
 
 
 def _pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], flat: Tensor) -> None:
     """Copy the tensors into the buffer, casting to the manifest's dtypes; every name exactly once."""
     places = dict(bucket.views(flat))
+    for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+        if spec.changed is not None:
+            places[spec.name] = flat[offset : offset + spec.nbytes]
     for name, tensor in tensors:
         if name not in places:
             raise WeightSyncError(f"weight {name!r} was gathered twice or is not in the bucket's manifest")
@@ -215,24 +163,89 @@ def _pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], flat: Tensor) -
         raise WeightSyncError(f"weights missing from a gathered bucket: {', '.join(sorted(places))}")
 
 
+def _seal(manifest: WeightManifest, bucket: Bucket, flat: Tensor) -> None:
+    """Write the checksum behind the payload; the gaps between tensors are part of it, so they are zeroed."""
+    _zero_gaps(bucket, flat)
+    sums = torch.tensor([*checksum(flat[: bucket.payload_bytes]), manifest.version, bucket.index])
+    flat[-CHECKSUM_BYTES:].copy_(sums.view(torch.uint8))
+
+
+def _zero_gaps(bucket: Bucket, flat: Tensor) -> None:
+    for spec, offset, after in zip(
+        bucket.tensors, bucket.offsets, (*bucket.offsets[1:], bucket.payload_bytes), strict=True
+    ):
+        if spec.changed is not None:
+            flat[offset + spec.changed * 4 : offset + spec.values_offset].zero_()
+        flat[offset + spec.nbytes : after].zero_()
+
+
+def _check_seal(manifest: WeightManifest, bucket: Bucket, flat: Tensor) -> None:
+    # The gaps do not travel by every transport. What is in them here is this side's own memory.
+    _zero_gaps(bucket, flat)
+    first, second, version, index = flat[-CHECKSUM_BYTES:].cpu().clone().view(torch.int64).tolist()
+    if (version, index) != (manifest.version, bucket.index):
+        raise WeightSyncError(
+            f"bucket {bucket.index} of weight version {manifest.version} was expected, but bucket {index} of "
+            f"version {version} came"
+        )
+    if checksum(flat[: bucket.payload_bytes]) != (first, second):
+        raise WeightSyncError(
+            f"the checksum of bucket {bucket.index} of weight version {manifest.version} "
+            f"({bucket.tensors[0].name} ...) is wrong: the weights were damaged on the way"
+        )
+
+
 def receive_weights(
     manifest: WeightManifest,
     receiver: Receiver,
-    load: Callable[[Iterable[tuple[str, Tensor]]], None],
+    load: Load,
+    *,
+    base: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Receive every bucket and pass its (name, tensor) views to `load`.
+    """Receive every bucket and pass its (name, tensor) pairs to `load`.
 
-    The views share one reused buffer: `load` must copy what it keeps.
+    The tensors lie in memory that is used again: `load` must copy what it keeps.
+
+    Args:
+        manifest: what the sender sends.
+        receiver: an end that has joined the sender's link.
+        load: takes the weights of a bucket.
+        base: the value that a weight has now; needed where only single values of it travel.
+
+    Raises:
+        WeightSyncError: the sender is gone, or what came is not what the manifest says.
+        DeadlineExceeded: nothing came in time.
     """
     buckets = manifest.buckets()
-    size = max((bucket.nbytes for bucket in buckets), default=0)
-    flat = torch.empty(size, dtype=torch.uint8, device=receiver.device)
-    for bucket in buckets:
-        receiver.receive(flat[: bucket.nbytes])
-        load(bucket.views(flat))
+    with contextlib.closing(receiver.receive(buckets)) as stream:  # type: ignore[type-var]
+        for bucket, flat in _pairs(buckets, stream):
+            if bucket.checksum:
+                _check_seal(manifest, bucket, flat)
+            load(bucket.views(flat))
+            load(_updated(bucket, flat, base))
 
 
-def copy_into(module: torch.nn.Module) -> Callable[[Iterable[tuple[str, Tensor]]], None]:
+def _pairs(buckets: Sequence[Bucket], stream: Iterable[Tensor]) -> Iterable[tuple[Bucket, Tensor]]:
+    # Not zip: the stream must be run to its end, where the receiver acknowledges.
+    for index, flat in enumerate(stream):
+        yield buckets[index], flat
+
+
+def _updated(
+    bucket: Bucket, flat: Tensor, base: Callable[[str], Tensor] | None
+) -> Iterable[tuple[str, Tensor]]:
+    """Whole tensors again from those of which single values travelled."""
+    for spec, indices, values in bucket.sparse_views(flat):
+        if base is None:
+            raise WeightSyncError(f"this receiver takes whole tensors, but only changes of {spec.name!r} came")
+        whole = base(spec.name).detach().to(spec.torch_dtype, copy=True).contiguous()
+        if tuple(whole.shape) != spec.shape:
+            raise WeightSyncError(f"weight {spec.name!r} has shape {tuple(whole.shape)} here, {spec.shape} came")
+        whole.view(-1)[indices.long().to(whole.device)] = values.to(whole.device)
+        yield spec.name, whole
+
+
+def copy_into(module: torch.nn.Module) -> Load:
     """A `load` that copies weights into a module with checkpoint names.
 
     Raises:
@@ -256,11 +269,13 @@ def copy_into(module: torch.nn.Module) -> Callable[[Iterable[tuple[str, Tensor]]
 
 
 def check_coverage(manifest: WeightManifest, module: torch.nn.Module) -> None:
-    """Refuse a manifest that would leave a parameter of `module` as it was.
+    """Refuse a manifest that would leave a parameter of `module` as it was; a partial one may do so.
 
     Raises:
         WeightSyncError: names the parameters that nothing is sent for. Tied ones count as covered by their twin.
     """
+    if manifest.partial:
+        return
     sent = {spec.name for spec in manifest.tensors}
     groups: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

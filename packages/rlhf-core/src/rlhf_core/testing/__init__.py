@@ -7,5 +7,5 @@ import sys
 
 if "pytest" in sys.modules:
     # Failing checks then show the compared values, as in a test module.
-    for name in ("engine", "rollout_control", "rollout_ground", "rollout_sampling"):
+    for name in ("engine", "rollout_control", "rollout_ground", "rollout_sampling", "transport"):
         sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{name}")

@@ -1,0 +1,190 @@
+"""What one weight sync moves, and how it is cut into flat buckets: plain data that both sides share.
+
+A manifest is a list of tensors in the order in which they travel. Sender and receivers cut it in the same way, so
+no sizes or offsets are ever exchanged. A manifest with a `base_version` is a partial one: it holds what changed
+since that version, and a receiver that is at another version must refuse it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+INDEX_BYTES = 4
+"""Sparse entries are numbered by int32."""
+CHECKSUM_BYTES = 32
+"""Two sums, the version and the bucket's number, as int64."""
+_ALIGNMENT = 64  # bytes; keeps every view aligned for any dtype and for vector loads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As in `torch.<dtype>`: "float32", "bfloat16", ..."""
+    changed: int | None = None
+    """None: all values travel. A number: only so many, each with its index into the flattened tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        if self.changed is not None:
+            return self.values_offset + self.changed * self.torch_dtype.itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def values_offset(self) -> int:
+        """Where the values of a sparse tensor start, behind its indices."""
+        return _aligned((self.changed or 0) * INDEX_BYTES)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's own object."""
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Tensors that travel in one flat byte buffer, with the offset of each."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+    """Size of the buffer, checksum included."""
+    index: int = 0
+    """Number of the bucket in its manifest."""
+    checksum: bool = False
+    """The last `CHECKSUM_BYTES` are a checksum of the others."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size without the checksum."""
+        return self.nbytes - (CHECKSUM_BYTES if self.checksum else 0)
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The dense tensors inside a byte buffer, without a copy."""
+        for spec, offset in zip(self.tensors, self.offsets, strict=True):
+            if spec.changed is None:
+                yield spec.name, flat[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+
+    def sparse_views(self, flat: Tensor) -> Iterator[tuple[TensorSpec, Tensor, Tensor]]:
+        """Specification, indices [changed] int32 and values [changed] of the sparse tensors, without a copy."""
+        for spec, offset in zip(self.tensors, self.offsets, strict=True):
+            if spec.changed is not None:
+                indices = flat[offset : offset + spec.changed * INDEX_BYTES].view(torch.int32)
+                values = flat[offset + spec.values_offset : offset + spec.nbytes].view(spec.torch_dtype)
+                yield spec, indices, values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightManifest:
+    """What one sync moves.
+
+    >>> m = WeightManifest(version=3, bucket_bytes=96, tensors=(
+    ...     TensorSpec(name="a", shape=(4,), dtype="float32"), TensorSpec(name="b", shape=(30,), dtype="bfloat16")))
+    >>> [[t.name for t in bucket.tensors] for bucket in m.buckets()], m.total_bytes
+    ([['a'], ['b']], 76)
+    """
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """Upper bound on a bucket, except that a larger tensor has a bucket of its own."""
+    base_version: int | None = None
+    """None: all weights. A number: what changed since that version; the rest stays as it is."""
+    checksums: bool = False
+    """Every bucket ends with a checksum that receivers compare."""
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"weights named twice in one manifest: {', '.join(twice)}")
+        if self.base_version is None and any(spec.changed is not None for spec in self.tensors):
+            raise ValueError("a manifest with sparse tensors needs the base_version that they are changes to")
+
+    @property
+    def partial(self) -> bool:
+        """Whether only the changes since `base_version` travel."""
+        return self.base_version is not None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, as they travel."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that decides the buckets: equal digests mean equal buckets on both sides."""
+        content = repr((
+            self.bucket_bytes,
+            self.checksums,
+            [(t.name, t.shape, t.dtype, t.changed) for t in self.tensors],
+        ))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def buckets(self) -> list[Bucket]:
+        """The tensors in order, cut into buckets."""
+        cut: list[Bucket] = []
+        tensors: list[TensorSpec] = []
+        end = 0
+        for spec in self.tensors:
+            if tensors and end + spec.nbytes > self.bucket_bytes:
+                cut.append(self._bucket(len(cut), tensors))
+                tensors, end = [], 0
+            tensors.append(spec)
+            end += _aligned(spec.nbytes)
+        if tensors:
+            cut.append(self._bucket(len(cut), tensors))
+        return cut
+
+    def _bucket(self, index: int, tensors: list[TensorSpec]) -> Bucket:
+        offsets, end = [], 0
+        for spec in tensors:
+            offsets.append(end)
+            end += _aligned(spec.nbytes)
+        return Bucket(
+            tensors=tuple(tensors),
+            offsets=tuple(offsets),
+            nbytes=end + (CHECKSUM_BYTES if self.checksums else 0),
+            index=index,
+            checksum=self.checksums,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for control channels that carry nothing else."""
+        return {
+            "version": self.version,
+            "bucket_bytes": self.bucket_bytes,
+            "tensors": [[t.name, list(t.shape), t.dtype, t.changed] for t in self.tensors],
+            "base_version": self.base_version,
+            "checksums": self.checksums,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> WeightManifest:
+        """Inverse of `to_dict`."""
+        return cls(
+            version=data["version"],
+            bucket_bytes=data["bucket_bytes"],
+            tensors=tuple(
+                TensorSpec(name=name, shape=tuple(shape), dtype=dtype, changed=changed)
+                for name, shape, dtype, changed in data["tensors"]
+            ),
+            base_version=data["base_version"],
+            checksums=data["checksums"],
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
