@@ -1,57 +1,10 @@
-"""Two processes are started once and run every check of two_ranks.py; the tests look at what they measured."""
-
-import json
-import os
-import subprocess
-import sys
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+"""What the checks of two_ranks.py measured; see conftest.py."""
 
 import pytest
-from rlhf_core.testing.tiny import save_tiny_model
-from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.stack
 
 STAGES = ("0", "1", "2", "3")
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[str, Any]:
-    work = tmp_path_factory.mktemp("two-ranks")
-    save_tiny_model(work / "tied", tied=True)
-    save_tiny_model(work / "untied", tied=False)
-    # The store listens on a port of its own choice; the ranks join it as torchrun's do.
-    store = TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=300), wait_for_workers=False)
-    logs = [work / f"rank-{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, str(Path(__file__).with_name("two_ranks.py")), str(work)]
-        with log.open("w") as stream:
-            processes.append(
-                subprocess.Popen(command, env={**os.environ, **environment}, stdout=stream, stderr=stream)
-            )
-    try:
-        codes = [process.wait(timeout=800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        failed = sorted(work.glob("failed-*.txt"), key=lambda file: file.stat().st_mtime)
-        first = failed[0].read_text() if failed else logs[0].read_text()[-4000:]
-        pytest.fail(f"exit codes {codes}; first failure: {first}", pytrace=False)
-    return json.loads((work / "results.json").read_text())
 
 
 @pytest.mark.parametrize("case", ["0-12", "1-12", "2-12", "3-12", "3-4096"])

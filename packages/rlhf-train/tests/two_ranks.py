@@ -33,6 +33,7 @@ from rlhf_core import (
 from rlhf_core.testing.engine import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
 from rlhf_train import DeepSpeedEngine
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from two_rank_features import FeatureChecks
 
 STEPS = 3
 LONG = (900, 850, 40)
@@ -101,16 +102,16 @@ def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: t.clone() for bucket in manifest.buckets() for name, t in source.gather(bucket)}
 
 
-class Checks:
+class Checks(FeatureChecks):
     """One method per check, run in the order of their definition."""
 
     def __init__(self, work: Path, rank: int) -> None:
         self.work, self.rank = work, rank
 
-    def start(self, model: str = "tied", **fields: Any) -> DeepSpeedEngine:
+    def start(self, model: str = "tied", model_path: Path | None = None, **fields: Any) -> DeepSpeedEngine:
         options = {**SHARED, **fields.pop("options", {})}
         fields = {"optimizer": SMOOTH, "max_tokens_per_micro_batch": 900, **fields}
-        return DeepSpeedEngine(EngineConfig(model=str(self.work / model), options=options, **fields))
+        return DeepSpeedEngine(EngineConfig(model=str(model_path or self.work / model), options=options, **fields))
 
     def equality(self) -> dict[str, Any]:
         """Difference to plain torch after three steps, for every stage and model."""
@@ -347,7 +348,8 @@ def main() -> None:
     work = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     checks = Checks(work, rank)
-    names = sys.argv[2:] or [name for name in vars(Checks) if not name.startswith("_") and name not in ("start",)]
+    every = [*vars(Checks), *(name for name in vars(FeatureChecks) if callable(getattr(FeatureChecks, name)))]
+    names = sys.argv[2:] or [name for name in every if not name.startswith("_") and name != "start"]
     results: dict[str, Any] = {}
     for name in names:
         check: Callable[[], Any] = getattr(checks, name)

@@ -7,7 +7,7 @@ keeps it only if a small trial gives the same hidden states packed as padded.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -20,6 +20,18 @@ from rlhf_core.packing import Layout, pack
 NAME = "rlhf_packed"
 
 
+class HeadExchange(Protocol):
+    """Sequence parallelism: ranks hold slices of a packed row, and trade them for shares of the heads."""
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """[1, heads, slice of tokens, head_dim] to [1, share of heads, tokens, head_dim]."""
+        ...
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """[1, tokens, share of heads, head_dim] to [1, slice of tokens, heads, head_dim]."""
+        ...
+
+
 def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 heads tokens head_dim"],
@@ -28,13 +40,19 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     layout: Layout | None = None,
+    exchange: HeadExchange | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
-    """Transformers' attention signature. Without a `layout` it is ordinary `sdpa` attention."""
+    """Transformers' attention signature. Without a `layout` it is ordinary `sdpa` attention.
+
+    With an `exchange` the arguments hold a slice of the row's tokens, and so does the result.
+    """
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if exchange is not None:
+        query, key, value = exchange.to_heads(query), exchange.to_heads(key), exchange.to_heads(value)
     dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda:
@@ -61,7 +79,8 @@ def packed_attention(
                 enable_gqa=keys.shape[1] != query.shape[1],
             )
         )
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    output = torch.cat(parts, dim=2).transpose(1, 2)
+    return (output if exchange is None else exchange.to_tokens(output)), None
 
 
 def enable_packing(model: nn.Module) -> bool:

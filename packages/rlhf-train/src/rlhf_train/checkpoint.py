@@ -1,19 +1,21 @@
-"""Engine checkpoints (every rank writes its shard) and the export to a Transformers directory (rank 0 writes)."""
+"""Engine checkpoints: every rank writes its shard."""
 
 from __future__ import annotations
 
-import copy
 import json
-from dataclasses import asdict, dataclass, field
+import shutil
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError
+from rlhf_core import ConfigError, RLHFError
 from torch import Tensor
 
+from rlhf_train.averaging import AverageWeights, release_gathered
+from rlhf_train.background_save import PendingFiles, PendingSave
 from rlhf_train.process_group import TrainingRanks
-from rlhf_train.zero_weights import ZeroWeights
+from rlhf_train.resizing import UNIVERSAL, load_resized
 
 TAG = "zero"
 STATE = "engine.json"
@@ -26,6 +28,8 @@ class Progress:
     steps_taken: int = 0
     """Optimizer steps; skipped ones do not count. Drives the learning-rate schedule."""
     skipped_in_a_row: int = 0
+    steps_frozen: int = 0
+    """Calls of `step` that changed nothing because of `freeze_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +42,62 @@ class _Written:
     progress: dict[str, int] = field(default_factory=dict)
 
 
-def save_checkpoint(
-    engine: Any, path: Path, *, ranks: TrainingRanks, stage: int, progress: Progress, random: list[Tensor]
-) -> None:
-    """Write shards, optimizer state, random state and counters. `engine` is None for a frozen role: its weights
-    are those of the model it was loaded from.
+@dataclass(kw_only=True)
+class EngineState:
+    """What a checkpoint holds of an engine besides DeepSpeed's own state."""
+
+    progress: Progress
+    random: list[Tensor]
+    """Random streams of this rank."""
+    average: AverageWeights | None = None
+
+
+def save_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: TrainingRanks, stage: int) -> None:
+    """Write shards, optimizer state, average, random state and counters. `engine` is None for a frozen role: its
+    weights are those of the model it was loaded from.
     """
     path = Path(path)
+    _save(engine, path, state, _writer(engine), ranks=ranks)
+    _complete(engine, path, state.progress, ranks=ranks, stage=stage)
+
+
+def save_in_background(
+    engine: Any, path: Path, state: EngineState, *, ranks: TrainingRanks, stage: int
+) -> PendingSave:
+    """Like `save_checkpoint`, but the files are written by a thread, from a copy made before this returns."""
+    path = Path(path)
+    files = PendingFiles(_writer(engine))
+    _save(engine, path, state, files, ranks=ranks)
+    progress = replace(state.progress)
+
+    def finish(error: str | None) -> None:
+        errors = [one for one in ranks.gather(error) if one]
+        if errors:
+            raise RLHFError(f"the checkpoint in {str(path)!r} was not written: {errors[0]}")
+        _complete(engine, path, progress, ranks=ranks, stage=stage)
+
+    return PendingSave(path, files.write, finish)
+
+
+def _save(engine: Any, path: Path, state: EngineState, writer: Any, *, ranks: TrainingRanks) -> None:
+    if ranks.info.rank == 0:
+        # What an earlier save left here is not to be mistaken for parts of this one.
+        (path / STATE).unlink(missing_ok=True)
+        shutil.rmtree(path / UNIVERSAL, ignore_errors=True)
     if engine is not None:
-        engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
-    torch.save(random, _random_file(path, ranks))
+        own, engine.checkpoint_engine = engine.checkpoint_engine, writer
+        try:
+            engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
+        finally:
+            engine.checkpoint_engine = own
+    writer.save(list(state.random), str(_random_file(path, ranks.info.rank)))
+    if state.average is not None:
+        writer.save(state.average.state(), str(_average_file(path, ranks.info.rank)))
+
+
+def _complete(engine: Any, path: Path, progress: Progress, *, ranks: TrainingRanks, stage: int) -> None:
+    """Say that all is there, once all ranks have written theirs."""
+    ranks.barrier()
     if ranks.info.rank == 0:
         written = _Written(
             world_size=ranks.size, stage=stage, trained=engine is not None, progress=asdict(progress)
@@ -56,67 +106,71 @@ def save_checkpoint(
     ranks.barrier()
 
 
-def load_checkpoint(engine: Any, path: Path, *, ranks: TrainingRanks, stage: int) -> tuple[Progress, list[Tensor]]:
-    """Inverse of `save_checkpoint`.
+def _writer(engine: Any) -> Any:
+    return _TorchWriter() if engine is None else engine.checkpoint_engine
+
+
+class _TorchWriter:
+    def save(self, state_dict: Any, path: str) -> None:
+        torch.save(state_dict, path)
+
+
+def load_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: TrainingRanks, stage: int) -> None:
+    """Inverse of `save_checkpoint`; fills `state`.
+
+    Another number of ranks may load it than wrote it: weights, optimizer and average are dealt anew. Random streams
+    of ranks that did not exist stay as they are, so dropout then differs from the run that was saved.
 
     Raises:
-        ConfigError: nothing is there, or it was written by another number of ranks or another stage.
+        ConfigError: nothing is there, or it was written at another stage or for another kind of role.
     """
     path = Path(path)
     if not (path / STATE).exists():
         raise ConfigError(f"no engine checkpoint in {str(path)!r}: {STATE} is missing")
     written = _Written(**json.loads((path / STATE).read_text()))
-    here = _Written(world_size=ranks.size, stage=stage, trained=engine is not None, progress=written.progress)
+    here = replace(written, stage=stage, trained=engine is not None)
     if written != here:
         raise ConfigError(
-            f"the checkpoint in {str(path)!r} is of {_describe(written)}, this engine has {_describe(here)}; "
+            f"the checkpoint in {str(path)!r} is of {_describe(written)}, this engine is of {_describe(here)}; "
             "resume with the same settings, or start from an export"
         )
     if engine is not None:
+        release_gathered(engine.optimizer)
+    if engine is not None and stage > 0 and written.world_size != ranks.size:
+        load_resized(engine, path, TAG, ranks=ranks)
+    elif engine is not None:
         found, _ = engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
         if found is None:
             raise ConfigError(f"the checkpoint in {str(path)!r} has no complete set of shards in {TAG!r}")
-    random = torch.load(_random_file(path, ranks), map_location="cpu", weights_only=True)
+    if ranks.info.rank < written.world_size:
+        state.random = _read(_random_file(path, ranks.info.rank))
+    if state.average is not None:
+        _load_average(state.average, path, written.world_size)
+    state.progress = Progress(**written.progress)
     ranks.barrier()
-    return Progress(**written.progress), random
+
+
+def _load_average(average: AverageWeights, path: Path, world_size: int) -> None:
+    if not _average_file(path, 0).exists():
+        raise ConfigError(
+            f"the checkpoint in {str(path)!r} has no average of the weights; resume without average_decay, or from "
+            "a checkpoint of a run that had it"
+        )
+    average.load([_read(_average_file(path, rank)) for rank in range(world_size)])
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _describe(written: _Written) -> str:
     kind = "a trained" if written.trained else "a frozen"
-    return f"{kind} model, {written.world_size} ranks, ZeRO stage {written.stage}"
+    return f"{kind} model at ZeRO stage {written.stage}"
 
 
-def _random_file(path: Path, ranks: TrainingRanks) -> Path:
-    return path / f"random-{ranks.info.rank}.pt"
+def _random_file(path: Path, rank: int) -> Path:
+    return path / f"random-{rank}.pt"
 
 
-def export_model(model: Any, path: Path, *, ranks: TrainingRanks, shard_bytes: int) -> None:
-    """Write config and safetensors in the training dtype. One file's worth of weights is gathered at a time, and
-    only rank 0 keeps it.
-    """
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    weights = ZeroWeights(model)
-    manifest = weights.manifest(0, bucket_bytes=shard_bytes)
-    buckets = manifest.buckets()
-    index: dict[str, str] = {}
-    for number, bucket in enumerate(buckets, start=1):
-        tensors = weights.gather(bucket)
-        if ranks.info.rank != 0:
-            continue
-        name = "model.safetensors" if len(buckets) == 1 else f"model-{number:05}-of-{len(buckets):05}.safetensors"
-        # Copies: ZeRO's parameters are views into flat buffers, which safetensors would take for tied weights.
-        content = {key: tensor.cpu().clone().contiguous() for key, tensor in tensors}
-        save_file(content, path / name, metadata={"format": "pt"})
-        index |= dict.fromkeys(content, name)
-    if ranks.info.rank == 0:
-        if len(buckets) > 1:
-            whole = {"metadata": {"total_size": manifest.total_bytes}, "weight_map": index}
-            (path / "model.safetensors.index.json").write_text(json.dumps(whole, indent=2))
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(path)
-        if model.can_generate():
-            model.generation_config.save_pretrained(path)
-    ranks.barrier()
+def _average_file(path: Path, rank: int) -> Path:
+    return path / f"average-{rank}.pt"

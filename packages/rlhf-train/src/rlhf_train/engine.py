@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +17,32 @@ from rlhf_core import (
     Loss,
     ModelOutputs,
     StepReport,
-    TrainingDivergedError,
     WeightSource,
     accumulate,
     score_in_micro_batches,
 )
-from rlhf_core.accumulation import Accumulated
 from rlhf_core.random_state import RandomState
 from rlhf_core.schedule import learning_rate
 from torch import Tensor
 
 from rlhf_train.adapters import add_adapters
-from rlhf_train.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
+from rlhf_train.averaging import AverageWeights
+from rlhf_train.background_save import PendingSave
+from rlhf_train.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint, save_in_background
 from rlhf_train.environment import process_environment
-from rlhf_train.gradients import (
-    build_optimizer,
-    drop_gradients,
-    set_learning_rate,
-    trained_elements,
-    unsharded_gradient_norm,
-)
+from rlhf_train.experts import mark_expert_blocks
+from rlhf_train.export import export_model
+from rlhf_train.freezing import freeze
+from rlhf_train.gradients import drop_gradients
+from rlhf_train.memory import MemoryReport, PhaseMemory
 from rlhf_train.models import load_model
 from rlhf_train.offload import move_engine
+from rlhf_train.optimizers import build_optimizer, set_learning_rate, trained_elements
 from rlhf_train.process_group import TrainingRanks, join_training_ranks
+from rlhf_train.reward_scale import RewardScale, measured_scale
 from rlhf_train.role_model import RoleModel, release_engine
+from rlhf_train.sequence_parallel import SequenceGroup, own_rows
+from rlhf_train.stepping import StepReports, update_weights
 from rlhf_train.zero_config import ZeroConfig, check_compatible, deepspeed_config
 from rlhf_train.zero_weights import ZeroWeights
 
@@ -72,14 +76,22 @@ class DeepSpeedEngine:
         model = load_model(config, settings if sharded else None)
         if zero.lora is not None and config.optimizer is not None:
             add_adapters(model, zero.lora, seed=config.seed)
+        if config.optimizer is not None:
+            freeze(model, zero.freeze)
+        if sharded:
+            mark_expert_blocks(model)
         self._module: Any = RoleModel(model, sharded=sharded)
         self._deepspeed: Any = self._wrap(settings)
         if zero.packing:
             self._enable_packing()
         self.packing: bool = self._module.packing
         """Whether rows run unpadded, with shared prompts run once."""
+        self._sequence = self._sequence_group()
+        self._average = self._start_average()
         self._last_outputs: dict[str, Tensor] = {}
         self._progress = Progress()
+        self._reports = StepReports(config, self.ranks)
+        self.memory = PhaseMemory(self.device)
         self._random = RandomState(config.seed + self.ranks.info.rank, self.device)
         self._offloaded = False
 
@@ -99,7 +111,21 @@ class DeepSpeedEngine:
             section["reduce_bucket_size"] = min(section["reduce_bucket_size"], trained_elements(self._module))
             optimizer = build_optimizer(self._module, self.config, on_host=self.zero.offload_optimizer)
         wrapped, *_ = deepspeed.initialize(model=self._module, optimizer=optimizer, config=settings)
+        if self.zero.deep_compile:
+            wrapped.compile()
         return wrapped
+
+    def _sequence_group(self) -> SequenceGroup | None:
+        if self.zero.sequence_parallel_size == 1:
+            return None
+        group = SequenceGroup(self.ranks, size=self.zero.sequence_parallel_size)
+        group.attach(self.model)
+        return group
+
+    def _start_average(self) -> AverageWeights | None:
+        if self.zero.average_decay is None or self.config.optimizer is None:
+            return None
+        return AverageWeights(self.model, self._deepspeed, decay=self.zero.average_decay, ranks=self.ranks)
 
     def _enable_packing(self) -> None:
         """Tried on a few tokens, by all ranks together, so after sharding and through the root."""
@@ -117,14 +143,40 @@ class DeepSpeedEngine:
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine. Ranks may have different numbers of rows, but each at least one."""
+        scored = self._raw_scores(batch, outputs)
+        if scored.scores is None or (scale := RewardScale.of(self.model)) is None:
+            return scored
+        return replace(scored, scores=scale.apply(scored.scores))
+
+    def _raw_scores(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
         self._module.eval()
-        return score_in_micro_batches(
-            batch.to(self.device),
-            outputs,
-            forward=self._forward,
-            max_tokens=self.config.max_tokens_per_micro_batch,
-            ranks=self.ranks,
-        )
+        mine, own = self._shared(batch)
+        with self.memory.phase("score"):
+            scored = score_in_micro_batches(
+                mine.to(self.device),
+                outputs,
+                forward=self._forward,
+                max_tokens=self.config.max_tokens_per_micro_batch,
+                ranks=self.ranks,
+            )
+        if self._sequence is None:
+            return scored
+        return own_rows(scored, own, width=batch.token_ids.shape[1])
+
+    def measure_reward_scale(self, batch: Batch) -> RewardScale:
+        """Take mean and deviation of the scores of these rows (of all ranks) out of all later ones.
+
+        The scale is kept in the model's config, and so in what `export` writes. Losses see raw scores.
+
+        Raises:
+            ConfigError: the scores do not differ.
+        """
+        scores = self._raw_scores(batch, ("scores",)).scores
+        if scores is None:
+            raise ConfigError(f"the {self.config.role} engine gives no scores; use the role reward")
+        scale = measured_scale(scores, self.ranks)
+        scale.store(self.model)
+        return scale
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
         """See TrainEngine. Ranks may have different numbers of rows, but each at least one.
@@ -135,29 +187,61 @@ class DeepSpeedEngine:
         """
         if self.config.optimizer is None:
             raise ConfigError(f"the {self.config.role} engine is frozen; give it an optimizer to train it")
+        mine, _ = self._shared(batch)
+        if self._progress.steps_frozen < self.zero.freeze_steps:
+            return self._frozen_step(batch, mine, loss)
         rate = learning_rate(self.config.optimizer, self._progress.steps_taken)
         set_learning_rate(self._deepspeed, rate)
         self._module.train()
-        with self._random:
+        with self._random, self.memory.phase("step"):
             done = accumulate(
-                batch.to(self.device),
+                mine.to(self.device),
                 loss,
                 forward=self._forward,
                 backward=self._backward,
                 max_tokens=self.config.max_tokens_per_micro_batch,
                 ranks=self.ranks,
             )
-        self._last_outputs = {}
-        if not done.finite:
-            drop_gradients(self._deepspeed)
-            return self._skipped(batch, done, math.nan, rate, done.bad_sample_ids)
-        scale = self._loss_scale()
-        norm, applied = self._update()
+            self._last_outputs = {}
+            scale = self._loss_scale()
+            if done.finite:
+                norm, applied = update_weights(self._deepspeed, self._module, dtype=self.config.dtype)
+            else:
+                drop_gradients(self._deepspeed)
+                norm, applied = math.nan, False
         if not applied:
-            return self._skipped(batch, done, norm, rate, self._everyones_ids(batch), scale=scale)
+            # float16 looks for its loss scale by overflowing; that is no sign of divergence until the scale is 1.
+            counts = not done.finite or scale <= 1.0
+            return self._reports.skipped(batch, done, self._progress, norm=norm, rate=rate, counts=counts)
         self._progress.steps_taken += 1
         self._progress.skipped_in_a_row = 0
-        return self._report(batch, done, norm, rate)
+        if self._average is not None:
+            self._average.update()
+        return self._reports.done(batch, done, norm=norm, rate=rate)
+
+    def _frozen_step(self, batch: Batch, mine: Batch, loss: Loss) -> StepReport:
+        """Losses and metrics without a change: no gradient, no step of the schedule."""
+        self._module.eval()
+        with torch.no_grad():
+            done = accumulate(
+                mine.to(self.device),
+                loss,
+                forward=self._forward,
+                backward=lambda total, last: None,
+                max_tokens=self.config.max_tokens_per_micro_batch,
+                ranks=self.ranks,
+            )
+        self._last_outputs = {}
+        if not done.finite:
+            return self._reports.skipped(batch, done, self._progress, norm=math.nan, rate=0.0, counts=True)
+        self._progress.steps_frozen += 1
+        return self._reports.done(batch, done, norm=0.0, rate=0.0)
+
+    def _shared(self, batch: Batch) -> tuple[Batch, slice]:
+        """What this rank runs for `batch`, and where its own rows are in that."""
+        if self._sequence is None:
+            return batch, slice(0, batch.rows)
+        return self._sequence.share(batch)
 
     def _forward(self, batch: Batch, fields: Sequence[str]) -> ModelOutputs:
         run = self._module if self._deepspeed is None else self._deepspeed
@@ -174,69 +258,8 @@ class DeepSpeedEngine:
         self._deepspeed.set_gradient_accumulation_boundary(last)
         self._deepspeed.backward(total)
 
-    def _update(self) -> tuple[float, bool]:
-        """Optimizer step; the gradient norm before clipping, and whether the weights changed."""
-        if self.zero.stage == 0 and self.config.dtype == "float32":
-            norm = unsharded_gradient_norm(self._module.parameters())
-            if not math.isfinite(norm):
-                drop_gradients(self._deepspeed)
-                return norm, False
-            self._deepspeed.step()
-            return norm, True
-        try:
-            self._deepspeed.step()
-        except Exception as error:
-            if "loss scale" not in str(error):
-                raise
-            raise TrainingDivergedError(
-                "the loss scale of float16 training is at its minimum and gradients are still not finite; use "
-                "bfloat16, or lower the learning rate"
-            ) from error
-        if self._deepspeed.optimizer.overflow:
-            return math.nan, False
-        return float(self._deepspeed.get_global_grad_norm()), True
-
     def _loss_scale(self) -> float:
         return float(self._deepspeed.optimizer.loss_scale) if self.config.dtype == "float16" else 1.0
-
-    def _skipped(
-        self, batch: Batch, done: Accumulated, norm: float, rate: float, ids: tuple[str, ...], *, scale: float = 1.0
-    ) -> StepReport:
-        # float16 looks for its loss scale by overflowing; that is no sign of divergence until the scale is 1.
-        if scale <= 1.0:
-            self._progress.skipped_in_a_row += 1
-        if self._progress.skipped_in_a_row > self.config.max_skipped_steps:
-            what = "loss" if not done.finite else "gradient"
-            raise TrainingDivergedError(
-                f"{self._progress.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient "
-                f"(allowed: {self.config.max_skipped_steps}); the last one a {what}, from {', '.join(ids)}. "
-                "Lower the learning rate, or look at these samples"
-            )
-        return self._report(batch, done, norm, rate, skipped=True, ids=ids)
-
-    def _report(
-        self,
-        batch: Batch,
-        done: Accumulated,
-        norm: float,
-        rate: float,
-        *,
-        skipped: bool = False,
-        ids: tuple[str, ...] = (),
-    ) -> StepReport:
-        (tokens,) = self.ranks.sum([batch.tokens])
-        return StepReport(
-            loss=done.loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            metrics={name: mean.value for name, mean in done.metrics.items()},
-            skipped=skipped,
-            bad_sample_ids=ids,
-            tokens=int(tokens),
-        )
-
-    def _everyones_ids(self, batch: Batch) -> tuple[str, ...]:
-        return tuple(name for part in self.ranks.gather(batch.sample_ids) for name in part)  # type: ignore
 
     # ------------------------------------------------------------ weights and state
 
@@ -258,27 +281,46 @@ class DeepSpeedEngine:
 
     def save(self, path: Path) -> None:
         """See TrainEngine. All ranks write into the same directory, so it must be on a file system they share."""
-        save_checkpoint(
-            self._trained(),
-            path,
-            ranks=self.ranks,
-            stage=self.zero.stage,
-            progress=self._progress,
-            random=self._random.state,
-        )
+        save_checkpoint(self._trained(), path, self._state(), ranks=self.ranks, stage=self.zero.stage)
+
+    def save_in_background(self, path: Path) -> PendingSave:
+        """Like `save`, but training may go on: files are written by a thread, from a copy in host memory.
+
+        The directory is a checkpoint once `wait` of the result has returned; all ranks call it together.
+        """
+        return save_in_background(self._trained(), path, self._state(), ranks=self.ranks, stage=self.zero.stage)
 
     def load(self, path: Path) -> None:
-        """See TrainEngine.
+        """See TrainEngine. The number of ranks may differ from that of the run that saved it.
 
         Raises:
-            ConfigError: nothing is there, or it was written by another number of ranks or another stage.
+            ConfigError: nothing is there, or it was written at another stage.
         """
-        self._progress, random = load_checkpoint(self._trained(), path, ranks=self.ranks, stage=self.zero.stage)
-        self._random.state = list(random)
+        state = self._state()
+        load_checkpoint(self._trained(), path, state, ranks=self.ranks, stage=self.zero.stage)
+        self._progress, self._random.state = state.progress, list(state.random)
 
-    def export(self, path: Path) -> None:
-        """See TrainEngine. Rank 0 writes."""
-        export_model(self.model, path, ranks=self.ranks, shard_bytes=self.zero.export_shard_bytes)
+    def _state(self) -> EngineState:
+        return EngineState(progress=self._progress, random=self._random.state, average=self._average)
+
+    def export(self, path: Path, *, averaged: bool = False) -> None:
+        """See TrainEngine. Rank 0 writes. `averaged` writes the moving average instead of the weights."""
+        with self.averaged_weights() if averaged else contextlib.nullcontext():
+            export_model(self.model, path, ranks=self.ranks, shard_bytes=self.zero.export_shard_bytes)
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the engine's weights are their moving average: score, export or sync there.
+
+        Raises:
+            ConfigError: the engine keeps none.
+        """
+        if self._average is None:
+            raise ConfigError("the engine keeps no average of its weights; give it the option average_decay")
+        return self._average.in_place()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes this rank holds now, by what they are for, and the peak of each phase so far."""
+        return self.memory.report(self._deepspeed, self._module, self._average)
 
     def _trained(self) -> Any:
         return self._deepspeed if self.config.optimizer is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rlhf_core import ConfigError, EngineConfig
+from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
 
 from rlhf_train.adapters import LoraConfig
 
@@ -30,6 +30,16 @@ class ZeroConfig:
     """0 replicates everything, 1 shards the optimizer, 2 the gradients as well, 3 the parameters as well."""
     lora: LoraConfig | None = None
     """Train adapters only; needs the extra `lora`."""
+    freeze: tuple[str, ...] = ()
+    """Shell patterns of parameter names (`model.layers.0.*`) that are not trained."""
+    freeze_steps: int = 0
+    """The first so many calls of `step` report losses and metrics, and leave everything as it is."""
+    average_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, in host memory."""
+    sequence_parallel_size: int = 1
+    """Consecutive ranks that share their rows and hold a slice of the tokens each (Ulysses); for long rows."""
+    deep_compile: bool = False
+    """Compile the model with DeepCompile. CUDA, stages 1 and 3."""
     offload_optimizer: bool = False
     """Keep optimizer state and master weights in host memory (stage 1 and up)."""
     offload_parameters: bool = False
@@ -59,16 +69,26 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"engine options: stage must be 0, 1, 2 or 3, got {self.stage!r}")
-        for name in ("packing", "offload_optimizer", "offload_parameters", "pin_memory"):
+        for name in ("packing", "offload_optimizer", "offload_parameters", "pin_memory", "deep_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"engine options: {name} must be true or false, got {getattr(self, name)!r}")
+        if self.average_decay is not None and not 0 < self.average_decay < 1:
+            raise ConfigError(f"engine options: average_decay must lie in (0, 1), got {self.average_decay}")
+        if self.freeze_steps < 0:
+            raise ConfigError(f"engine options: freeze_steps must not be negative, got {self.freeze_steps}")
         if self.offload_optimizer and self.stage == 0:
             raise ConfigError("engine options: offload_optimizer needs stage 1, 2 or 3, got stage 0")
         if self.offload_parameters and self.stage != 3:
             raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
         if self.zero_hpz_partition_size > 1 and self.stage != 3:
             raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
-        for name in ("zero_hpz_partition_size", "reduce_bucket_size", "export_shard_bytes", "timeout_s"):
+        for name in (
+            "zero_hpz_partition_size",
+            "sequence_parallel_size",
+            "reduce_bucket_size",
+            "export_shard_bytes",
+            "timeout_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"engine options: {name} must be positive, got {getattr(self, name)}")
         if self.accumulate_dtype not in _SHORT:
@@ -82,6 +102,8 @@ class ZeroConfig:
         """Read the mapping; an unknown key is a ConfigError that gives the nearest known one."""
         check_keys(cls, options, what="the deepspeed engine has no option")
         given = dict(options)
+        if isinstance(freeze := given.get("freeze"), (str, list)):
+            given["freeze"] = (freeze,) if isinstance(freeze, str) else tuple(freeze)
         if isinstance(lora := given.get("lora"), Mapping):
             check_keys(LoraConfig, lora, what="the option lora has no key")
             targets = lora.get("target_modules", "all-linear")
@@ -109,6 +131,9 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
     """
     if config.optimizer is None:
         return
+    check_optimizer(config.optimizer, zero)
+    if zero.deep_compile and not config.device.startswith("cuda"):
+        raise ConfigError(f"engine options: deep_compile needs CUDA, the device is {config.device!r}; leave it out")
     if config.dtype in _HALF and zero.stage == 0:
         # DeepSpeed's wrapper for this case takes an optimizer step with no gradient when it is made, which spoils
         # Adam's bias correction.
@@ -130,6 +155,20 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
         raise ConfigError("dtype float16 does not train on the CPU; use bfloat16 or float32")
 
 
+def check_optimizer(optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
+    """Refuse what DeepSpeed's Muon cannot do.
+
+    Raises:
+        ConfigError: says which setting to change.
+    """
+    if optimizer.kind != "muon":
+        return
+    if zero.zero_hpz_partition_size > 1:
+        raise ConfigError("optimizer: muon does not work with zero_hpz_partition_size; use adamw, or leave it at 1")
+    if zero.lora is not None:
+        raise ConfigError("optimizer: muon is for whole matrices, the option lora trains factors; use adamw")
+
+
 def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int) -> dict[str, Any]:
     """The dictionary that `deepspeed.initialize` and `deepspeed.zero.Init` take."""
     trained = config.optimizer is not None
@@ -145,6 +184,11 @@ def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int)
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.dtype == "bfloat16"},
     }
+    if zero.deep_compile:
+        result["compile"] = {"deepcompile": True}
+    if config.optimizer is not None and config.optimizer.kind == "muon":
+        # Muon needs whole gradients, which a reduce-scatter does not leave.
+        result["zero_optimization"]["reduce_scatter"] = False
     if config.dtype == "float16":
         result["fp16"] = {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}
     if trained:

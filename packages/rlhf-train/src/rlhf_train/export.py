@@ -1,0 +1,43 @@
+"""A Transformers directory from an engine's weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhf_train.process_group import TrainingRanks
+from rlhf_train.zero_weights import ZeroWeights
+
+
+def export_model(model: Any, path: Path, *, ranks: TrainingRanks, shard_bytes: int) -> None:
+    """Write config and safetensors in the training dtype. One file's worth of weights is gathered at a time, and
+    only rank 0 keeps it.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    weights = ZeroWeights(model)
+    manifest = weights.manifest(0, bucket_bytes=shard_bytes)
+    buckets = manifest.buckets()
+    index: dict[str, str] = {}
+    for number, bucket in enumerate(buckets, start=1):
+        tensors = weights.gather(bucket)
+        if ranks.info.rank != 0:
+            continue
+        name = "model.safetensors" if len(buckets) == 1 else f"model-{number:05}-of-{len(buckets):05}.safetensors"
+        # Copies: ZeRO's parameters are views into flat buffers, which safetensors would take for tied weights.
+        content = {key: tensor.cpu().clone().contiguous() for key, tensor in tensors}
+        save_file(content, path / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(content, name)
+    if ranks.info.rank == 0:
+        if len(buckets) > 1:
+            whole = {"metadata": {"total_size": manifest.total_bytes}, "weight_map": index}
+            (path / "model.safetensors.index.json").write_text(json.dumps(whole, indent=2))
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(path)
+        if model.can_generate():
+            model.generation_config.save_pretrained(path)
+    ranks.barrier()

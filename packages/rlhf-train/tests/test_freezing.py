@@ -1,0 +1,30 @@
+import pytest
+from rlhf_core import ConfigError
+from rlhf_train.freezing import freeze
+from torch import nn
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_patterns_choose_by_name():
+    model = two_layers()
+    assert freeze(model, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias"]
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["1.weight"]
+
+
+def test_no_pattern_freezes_nothing():
+    model = two_layers()
+    assert freeze(model, []) == []
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"'3\.\*' matches no parameter of Sequential; names are like 0\.weight"):
+        freeze(two_layers(), ["3.*"])
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        freeze(two_layers(), ["*"])
