@@ -94,7 +94,7 @@ def training_plans(config: RunConfig, components: Components, role: Role) -> lis
         trust_remote_code=config.model.trust_remote_code,
         options=config.train.options,
     )
-    environment = _environment(TRAIN_ENGINES, components.engine, engine_config)
+    environment = plugin_environment(TRAIN_ENGINES, components.engine, engine_config)
     ranks = config.train.ranks if role in ("policy", "critic") else 1
     return [
         WorkerPlan(
@@ -123,7 +123,7 @@ def rollout_plans(config: RunConfig, components: Components) -> list[WorkerPlan]
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,
     )
-    environment = _environment(ROLLOUT_BACKENDS, components.backend, backend_config)
+    environment = plugin_environment(ROLLOUT_BACKENDS, components.backend, backend_config)
     gpus = config.placement.gpus_per_worker * rollout.tensor_parallel_size
     return [
         WorkerPlan(
@@ -173,7 +173,7 @@ def _optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
     return optimizer
 
 
-def _environment(group: str, name: str, config: Any) -> dict[str, str]:
+def plugin_environment(group: str, name: str, config: Any) -> dict[str, str]:
     """What the plugin wants in its process's environment, and where Python finds the user's own modules."""
     wanted = getattr(load_plugin(group, name), "process_environment", None)
     paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

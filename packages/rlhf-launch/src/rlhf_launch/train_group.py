@@ -140,10 +140,10 @@ def _reassemble(batch: Batch, dealt: list[list[int]], parts: Sequence[ModelOutpu
         if pieces[0].dim() == 0:
             result[name] = torch.stack(pieces).mean()
             continue
-        shape = (batch.rows, batch.token_ids.shape[1])[: pieces[0].dim()]
+        shape = (*(batch.rows, batch.token_ids.shape[1])[: pieces[0].dim()], *pieces[0].shape[2:])
         full = torch.zeros(shape, dtype=pieces[0].dtype)
         for rows, piece in zip(dealt, pieces, strict=True):
-            if piece.dim() == 2:
+            if piece.dim() > 1:
                 full[rows, : piece.shape[1]] = piece
             else:
                 full[rows] = piece

@@ -1,0 +1,45 @@
+"""`rlhf offline`: the methods of rlhf-algos on many ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def offline(
+    method: Annotated[str, typer.Argument(help="sft, rm, prm, dpo, simpo, cpo, orpo, kto, distill, module:METHOD")],
+    config: Annotated[Path, typer.Argument(help="YAML file, as for `rlhf-algos`, with a section `scale`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings on top of the file, as dotted.key=value (scale.ranks=8).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the complete configuration and stop.")
+    ] = False,
+) -> None:
+    """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
+    from rlhf_launch.command import run_command
+
+    def work() -> None:
+        from rlhf_algos.config_files import dump_config, load_config
+
+        from rlhf_launch.scaled_offline import ScaledOfflineConfig
+
+        fixed = [f"method={method}", *(["resume=true"] if resume else [])]
+        settings = load_config(ScaledOfflineConfig, config, [*(overrides or []), *fixed])
+        if print_config:
+            typer.echo(dump_config(settings), nl=False)
+            return
+        from rlhf_algos.command import ProgressBar
+
+        from rlhf_launch.scaled_offline import train_at_scale
+
+        with ProgressBar(quiet=False) as bar:
+            result = train_at_scale(settings, on_event=bar.on_event)
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+        typer.echo(f"{result.steps} steps; {numbers}")
+        typer.echo(f"model: {result.model}" + (f"; best: {result.best}" if result.best else ""))
+
+    run_command(work)

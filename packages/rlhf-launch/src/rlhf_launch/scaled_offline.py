@@ -1,0 +1,209 @@
+"""Offline methods of rlhf-algos on ranks that Ray places: the same loop, another source of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_algos import EngineSource, OfflineConfig, TrainResult, train
+from rlhf_algos.offline import Event
+from rlhf_core import (
+    TRAIN_ENGINES,
+    Batch,
+    CapabilityError,
+    ConfigError,
+    EngineConfig,
+    Loss,
+    ModelOutputs,
+    StepReport,
+    WeightSource,
+)
+
+from rlhf_launch.components import load_plugin_checked
+from rlhf_launch.placement import Executor, LocalExecutor, WorkerPlan, plugin_environment
+from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.workers import TrainWorker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleSection:
+    """Which engine trains, in how many processes, and where these run."""
+
+    engine: str = "auto"
+    """`auto` (deepspeed where installed, else torch), an installed engine's name, or `module:Class`."""
+    ranks: int = 1
+    """Data-parallel ranks; under ZeRO-3 they hold one copy of the model together."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the engine (for deepspeed: stage, offload_optimizer, ...)."""
+    executor: Literal["auto", "local", "ray"] = "auto"
+    """`local`: in this process; `ray`: an actor per rank; `auto`: ray for several ranks or a given cluster."""
+    ray_address: str | None = None
+    """An existing cluster (`auto` finds one on this host); null starts a local one."""
+    cpus_per_worker: float = 0.25
+    """CPU cores reserved per rank."""
+    gpus_per_worker: float = 1.0
+    """GPUs reserved per rank (on cuda)."""
+    timeout_s: float = 1800.0
+    """Deadline of every wait on the ranks."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"scale.ranks must be at least 1, got {self.ranks}")
+        if self.ranks > 1 and self.executor == "local":
+            raise ConfigError(
+                f"scale.executor: local runs one rank in this process; scale.ranks={self.ranks} needs ray"
+            )
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether Ray places the ranks."""
+        return self.executor == "ray" or (
+            self.executor == "auto" and (self.ranks > 1 or self.ray_address is not None)
+        )
+
+    @property
+    def engine_name(self) -> str:
+        """The engine, `auto` resolved."""
+        if self.engine != "auto":
+            return self.engine
+        return "deepspeed" if find_spec("deepspeed") is not None else "torch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledOfflineConfig(OfflineConfig):
+    """A run of `rlhf offline <method>`: all keys of rlhf-algos, and `scale`."""
+
+    scale: ScaleSection = field(default_factory=ScaleSection)
+
+    def __post_init__(self) -> None:
+        OfflineConfig.__post_init__(self)
+
+
+def train_at_scale(config: ScaledOfflineConfig, *, on_event: Event | None = None) -> TrainResult:
+    """Run an offline method on the engine and the ranks that `config.scale` names.
+
+    Raises:
+        UserError: something in the configuration or the data; before any model is loaded.
+        RLHFError: something failed while running.
+    """
+    load_plugin_checked(TRAIN_ENGINES, config.scale.engine_name)
+    with _engines(config.scale) as engines:
+        return train(_absolute(config), on_event=on_event, engines=engines)
+
+
+def _absolute(config: ScaledOfflineConfig) -> ScaledOfflineConfig:
+    """Paths that mean the same in workers with another working directory."""
+    models = {
+        name: str(Path(path).absolute())
+        for name in ("model", "reference")
+        if (path := getattr(config, name)) is not None and Path(path).is_dir()
+    }
+    return replace(config, output=config.output.absolute(), **models)
+
+
+@contextmanager
+def _engines(scale: ScaleSection) -> Iterator[EngineSource]:
+    """Engines on placed ranks; whatever of them is still open is closed when the block ends."""
+    with ExitStack() as stack:
+
+        def open_engine(config: EngineConfig) -> PlacedEngine:
+            settings = {**config.options, **scale.options}
+            engine = PlacedEngine(replace(config, options=settings), scale, _executor(scale))
+            stack.callback(engine.close)
+            engine.start()
+            return engine
+
+        if scale.on_ray:
+            # Ray stays up from the first engine to the last: the object that starts it is the last to be closed.
+            stack.callback(_executor(scale).close)
+        yield EngineSource(open=open_engine, ranks=scale.ranks)
+
+
+def _executor(scale: ScaleSection) -> Executor:
+    if not scale.on_ray:
+        return LocalExecutor()
+    from rlhf_launch.ray_cluster import RayCluster
+
+    return RayCluster(scale.ray_address, timeout_s=scale.timeout_s)
+
+
+def engine_plans(config: EngineConfig, scale: ScaleSection) -> list[WorkerPlan]:
+    """A worker for each rank of one engine."""
+    environment = plugin_environment(TRAIN_ENGINES, scale.engine_name, config)
+    return [
+        WorkerPlan(
+            name=f"{config.role}-{rank}",
+            worker=TrainWorker,
+            arguments=(scale.engine_name, config, environment),
+            environment=environment,
+            cpus=scale.cpus_per_worker,
+            gpus=scale.gpus_per_worker if config.device.startswith("cuda") else 0.0,
+        )
+        for rank in range(scale.ranks)
+    ]
+
+
+class PlacedEngine:
+    """A `TrainEngine` whose ranks live in workers of its own; these end with it."""
+
+    def __init__(self, config: EngineConfig, scale: ScaleSection, executor: Executor) -> None:
+        self._executor: Executor | None = executor
+        handles = executor.place(engine_plans(config, scale))
+        self._group = TrainGroup(config.role, handles, timeout_s=scale.timeout_s)
+
+    def start(self) -> float:
+        """Build the engines of all ranks; returns the seconds of the slowest."""
+        return self._group.start()
+
+    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """See TrainEngine. Every rank needs a unit: a batch with fewer is scored with some of its units twice."""
+        if batch.units >= self._group.ranks:
+            return self._group.score(batch, outputs)
+        repeated = batch.select_units([place % batch.units for place in range(self._group.ranks)])
+        found = self._group.score(repeated, outputs)
+        values = {item.name: getattr(found, item.name) for item in fields(ModelOutputs)}
+        return ModelOutputs(
+            **{
+                name: value[: batch.rows] if value is not None and value.dim() else value
+                for name, value in values.items()
+            }
+        )
+
+    def step(self, batch: Batch, loss: Loss) -> StepReport:
+        """See TrainEngine."""
+        return self._group.step(batch, loss)
+
+    def weights(self) -> WeightSource:
+        """Not here: the weights are spread over the workers, and travel by their own links."""
+        raise CapabilityError("the weights of placed ranks cannot be read in this process; use export")
+
+    def offload(self) -> None:
+        """See TrainEngine."""
+        self._group.offload()
+
+    def reload(self) -> None:
+        """See TrainEngine."""
+        self._group.reload()
+
+    def save(self, path: Path) -> None:
+        """See TrainEngine."""
+        self._group.save(path)
+
+    def load(self, path: Path) -> None:
+        """See TrainEngine."""
+        self._group.load(path)
+
+    def export(self, path: Path) -> None:
+        """See TrainEngine."""
+        self._group.export(path)
+
+    def close(self) -> None:
+        """See TrainEngine; ends the workers and gives their room back."""
+        if self._executor is not None:
+            self._group.close()
+            self._executor.close()
+            self._executor = None
