@@ -12,8 +12,9 @@ from rlhf_algos.config_files import from_mapping
 from rlhf_core import ResourceError, collate
 from rlhf_launch.assemble import open_run
 from rlhf_launch.checkpoints import CheckpointStore
+from rlhf_launch.collecting import sample_and_score
 from rlhf_launch.config import RunConfig
-from rlhf_launch.online import add_model_outputs, sample, train
+from rlhf_launch.online import add_model_outputs, train
 from rlhf_launch.preflight import check_inputs
 from rlhf_launch.report import Reporter
 
@@ -59,6 +60,12 @@ def run(folder, tmp_path_factory):
         open_run(config, inputs, store, reporter) as run,
     ):
         yield run
+
+
+def sample(run, prompts, label):
+    """New training samples."""
+    groups, _, _ = sample_and_score(run, prompts, run.config.rollout.sampling, label=label, samples=2)
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def mismatch(run, label):

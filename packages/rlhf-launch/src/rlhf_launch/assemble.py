@@ -11,11 +11,12 @@ from rich.console import Console
 from rlhf_algos.config_files import dump_config
 from rlhf_core import RewardFunction
 from rlhf_rollout import CombinedReward, ModelReward
+from rlhf_rollout.reward_policy import FaultPolicy, RobustReward
 
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.config import RunConfig
 from rlhf_launch.handles import Handle
-from rlhf_launch.online import OnlineRun, Roles, evaluate, train
+from rlhf_launch.online import OnlineRun, Roles, report_evaluations, train
 from rlhf_launch.placement import Executor, open_executor, roles_of, rollout_plans, training_plans
 from rlhf_launch.preflight import Inputs, check_inputs
 from rlhf_launch.prompts import PromptStream
@@ -47,7 +48,7 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
     for reason in inputs.components.reasons:
         console.print(f"  {reason}")
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
-    console.print(f"  data: {len(inputs.prompts)} prompts{dropped}, {len(inputs.held_out)} held out")
+    console.print(f"  data: {len(inputs.prompts)} prompts{dropped}, {_held_out(inputs)}")
     with ExitStack() as stack:
         reporter = stack.enter_context(
             Reporter(folder, steps=config.steps, start=start, tensorboard=config.tensorboard, console=console)
@@ -56,9 +57,9 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
         if resume:
             run.state.restore(run)
             reporter.say(f"resumed after step {run.state.step}")
-        _evaluate(run)
+        report_evaluations(run)
         train(run)
-        _evaluate(run)
+        report_evaluations(run)
         run.roles.policy.export(folder / "model")
         inputs.tokenizer.save_pretrained(folder / "model")
     plot_run(folder / "metrics.jsonl", folder / "plot.png")
@@ -114,19 +115,20 @@ def _place_roles(
         reference=groups.get("reference"),
         pool=pool,
         sync=sync,
-        rewarder=Rewarder(_reward(inputs, groups.get("reward")), inputs.tokenizer),
+        rewarder=Rewarder(_reward(inputs, groups.get("reward"), config.reward.policy), inputs.tokenizer),
     )
 
 
-def _reward(inputs: Inputs, reward_model: TrainGroup | None) -> RewardFunction:
+def _reward(inputs: Inputs, reward_model: TrainGroup | None, policy: FaultPolicy) -> RewardFunction:
     rewards: list[tuple[str, RewardFunction]] = []
     if inputs.reward_function is not None:
         rewards.append(("function", inputs.reward_function))
     if reward_model is not None:
         rewards.append(("model", ModelReward(reward_model)))
-    return rewards[0][1] if len(rewards) == 1 else CombinedReward(dict(rewards))
+    reward = rewards[0][1] if len(rewards) == 1 else CombinedReward(dict(rewards))
+    return RobustReward(reward, policy)
 
 
-def _evaluate(run: OnlineRun) -> None:
-    if run.held_out:
-        run.reporter.evaluation(evaluate(run))
+def _held_out(inputs: Inputs) -> str:
+    sizes = [f"{name} {len(held_out.prompts)}" for name, held_out in inputs.held_out.items()]
+    return f"held out: {', '.join(sizes) or 'none'}"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rlhf_algos.recipes import GRPO, PPO
 from rlhf_core import ConfigError, OptimizerConfig, SamplingConfig
 from rlhf_core.engines import DType
+from rlhf_rollout.reward_policy import FaultPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +35,8 @@ class DataSection:
     prompts: str
     """JSONL or Parquet file, or a hub dataset's name."""
     split: str = "train"
-    eval_prompts: str | None = None
-    eval_split: str = "test"
     eval_rows: int = 0
-    """Rows of `eval_prompts` used (0: all). Without `eval_prompts`, rows held out from the end of `prompts`."""
+    """Rows held out from the end of `prompts`, evaluated greedily under the name `held-out`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our name: the file's column. `prompt` (text, or chat messages as a list of {role, content}) is what the model
     sees; every column goes to the reward function by its name here."""
@@ -65,7 +64,9 @@ class RewardSection:
     model: str | None = None
     """Sequence-classification model with one label."""
     timeout_s: float = 60.0
-    """Deadline for the function on one batch."""
+    """Deadline for the function on the samples of one prompt."""
+    policy: FaultPolicy = field(default_factory=FaultPolicy)
+    """What happens when it fails: attempts, then `stop` the run or `drop` the samples at fault."""
 
     def __post_init__(self) -> None:
         if self.function is None and self.model is None:
@@ -87,6 +88,51 @@ class AlgorithmSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicSampling:
+    """Replace groups whose scores are all equal by new prompts (DAPO)."""
+
+    max_rounds: int = 4
+    """Further rounds of prompts per step at most; a step that is still short trains on what it has."""
+    oversample: float = 1.0
+    """Prompts taken for each one missing; accepted groups beyond the step's size open the next step."""
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1 or self.oversample < 1:
+            raise ConfigError(
+                "rollout.dynamic_sampling: max_rounds and oversample must be at least 1, got "
+                f"{self.max_rounds} and {self.oversample}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSection:
+    """One set of held-out prompts with its own sampling."""
+
+    prompts: str
+    """JSONL or Parquet file, or a hub dataset's name."""
+    split: str = "test"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """As in `data.columns`."""
+    limit: int | None = None
+    samples: int = 1
+    """Per prompt; from 2 on, pass@k is reported for k = 1, 2, 4, ... up to it."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    """Longest response; the training's if not given."""
+    pass_score: float = 0.5
+    """A sample passes with a score above this."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigError(f"evaluations: samples must be at least 1, got {self.samples}")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                "evaluations: several samples of a prompt need temperature > 0; greedy ones are equal"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSection:
     """How samples are generated."""
 
@@ -95,7 +141,8 @@ class RolloutSection:
     engines: int = 1
     samples_per_prompt: int = 8
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=256))
-    eval_temperature: float = 0.0
+    dynamic_sampling: DynamicSampling | None = None
+    """Off if not given."""
     max_model_len: int = 0
     """Prompt plus response tokens; 0 means data.max_prompt_tokens + sampling.max_tokens."""
     max_num_seqs: int = 256
@@ -168,8 +215,10 @@ class RunConfig:
     output_dir: str = "runs/rlhf"
     steps: int = 100
     seed: int = 0
+    evaluations: Mapping[str, EvaluationSection] = field(default_factory=dict)
+    """Further sets of held-out prompts, by name."""
     eval_every: int = 0
-    """Steps between evaluations on the held-out prompts; 0 means at the start and at the end."""
+    """Steps between evaluations; 0 means at the start and at the end."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 means one at the end."""
     keep_checkpoints: int = 2

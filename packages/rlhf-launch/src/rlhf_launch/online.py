@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from rlhf_algos.kl import KLController
 from rlhf_algos.recipes import Recipe
 from rlhf_core import Batch, Mean, Score, StepReport, Trajectory, collate
 
+from rlhf_launch.collecting import collect
 from rlhf_launch.config import RunConfig
-from rlhf_launch.prompts import Prompt, PromptStream
-from rlhf_launch.report import Evaluation, PhaseClock, Reporter, sample_metrics, step_metrics
+from rlhf_launch.evaluation import HeldOut, evaluate
+from rlhf_launch.prompts import PromptStream
+from rlhf_launch.report import PhaseClock, Reporter, sample_metrics, step_metrics
 from rlhf_launch.rewarding import Rewarder
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.run_state import RunState
-from rlhf_launch.sampling_step import generate
 from rlhf_launch.train_group import TrainGroup
 from rlhf_launch.weight_sync import WeightSync
 
@@ -42,7 +43,7 @@ class OnlineRun:
     recipe: Recipe
     roles: Roles
     prompts: PromptStream
-    held_out: Sequence[Prompt]
+    held_out: Mapping[str, HeldOut]
     kl: KLController
     reporter: Reporter
     state: RunState
@@ -53,11 +54,9 @@ def train(run: OnlineRun) -> None:
     config, roles, recipe = run.config, run.roles, run.recipe
     for step in range(run.state.step, config.steps):
         clock = PhaseClock()
-        with clock("rollout"):
-            prompts = run.prompts.take(config.train.prompts_per_step)
-            trajectories = sample(run, prompts, label=str(step))
-        with clock("reward"):
-            scores = roles.rewarder.score(trajectories)
+        collected = collect(run, step)
+        trajectories, scores = collected.trajectories, collected.scores
+        clock.add(collected.seconds)
         with clock("score"):
             batch = add_model_outputs(collate(trajectories), roles)
             batch = batch.with_columns(truncated=torch.tensor([t.truncated for t in trajectories]))
@@ -67,33 +66,20 @@ def train(run: OnlineRun) -> None:
         with clock("sync"):
             sync = roles.sync(step + 1)
         run.kl.update(_kl_of(metrics), batch.rows)
-        run.state.step = step + 1
+        run.state.step, run.state.surplus = step + 1, collected.surplus
         run.reporter.step(
             step + 1,
             sample_metrics(trajectories, scores, batch)
+            | collected.counts
             | {name: mean.value for name, mean in metrics.items()}
             | step_metrics(reports)
             | clock.metrics(batch)
             | {"weight_version": sync.version, "kl_coef": run.kl.value},
         )
         if _due(step + 1, config.eval_every) and step + 1 < config.steps:
-            run.reporter.evaluation(evaluate(run))
+            report_evaluations(run)
         if _due(step + 1, config.checkpoint_every) or step + 1 == config.steps:
             run.state.save(run)
-
-
-def sample(run: OnlineRun, prompts: Sequence[Prompt], *, label: str) -> list[Trajectory]:
-    """The training samples of one step."""
-    config = run.config
-    return generate(
-        run.roles.pool,
-        prompts,
-        config.rollout.sampling,
-        label=label,
-        samples=config.rollout.samples_per_prompt,
-        seed=config.seed,
-        timeout_s=config.placement.timeout_s,
-    )
 
 
 def add_model_outputs(batch: Batch, roles: Roles) -> Batch:
@@ -116,8 +102,10 @@ def update(run: OnlineRun, batch: Batch, *, train_policy: bool) -> dict[str, lis
     for epoch in range(train.epochs):
         generator = torch.Generator().manual_seed(run.config.seed * 1_000_003 + run.state.step * 101 + epoch)
         order = torch.randperm(batch.rows, generator=generator).tolist()
-        for part in range(train.minibatches):
-            minibatch = batch.select(order[part :: train.minibatches])
+        # A step that dynamic sampling left short has fewer minibatches, so that every rank has a row in each.
+        parts = max(1, min(train.minibatches, batch.rows // train.ranks))
+        for part in range(parts):
+            minibatch = batch.select(order[part::parts])
             if roles.critic is not None and value_loss is not None:
                 reports.setdefault("critic", []).append(roles.critic.step(minibatch, value_loss))
             if train_policy:
@@ -125,20 +113,10 @@ def update(run: OnlineRun, batch: Batch, *, train_policy: bool) -> dict[str, lis
     return reports
 
 
-def evaluate(run: OnlineRun) -> Evaluation:
-    """Score one sample of every held-out prompt; does not touch the training stream."""
-    config = run.config
-    trajectories = generate(
-        run.roles.pool,
-        run.held_out,
-        replace(config.rollout.sampling, temperature=config.rollout.eval_temperature),
-        label=f"eval-{run.state.step}",
-        samples=1,
-        seed=config.seed,
-        timeout_s=config.placement.timeout_s,
-    )
-    scores = run.roles.rewarder.score(trajectories)
-    return Evaluation(step=run.state.step, trajectories=trajectories, scores=scores)
+def report_evaluations(run: OnlineRun) -> None:
+    """Evaluate every held-out set and report it."""
+    for evaluation in evaluate(run):
+        run.reporter.evaluation(evaluation)
 
 
 def group_index(trajectories: Sequence[Trajectory]) -> torch.Tensor:

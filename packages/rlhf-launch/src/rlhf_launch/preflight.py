@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from rlhf_core import ConfigError, RewardFunction
 from rlhf_rollout import PythonReward
 
 from rlhf_launch.components import Components, choose_components
-from rlhf_launch.config import RunConfig
+from rlhf_launch.config import EvaluationSection, RunConfig
+from rlhf_launch.evaluation import HeldOut
 from rlhf_launch.prompts import Prompt, make_prompts
 
 
@@ -23,7 +24,7 @@ class Inputs:
     components: Components
     tokenizer: Any
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    held_out: Mapping[str, HeldOut]
     dropped: int
     """Prompts left out for their length."""
     reward_function: RewardFunction | None
@@ -78,21 +79,26 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def _prompts(config: RunConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
-    """Training prompts, held-out prompts, and how many of both were dropped."""
+def _prompts(config: RunConfig, tokenizer: Any) -> tuple[list[Prompt], dict[str, HeldOut], int]:
+    """Training prompts, held-out sets by name, and how many prompts of all were dropped for their length."""
     data = config.data
     source = DataSource(path=data.prompts, split=data.split, columns=data.columns, limit=data.limit)
     prompts, dropped = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
-    if data.eval_prompts is not None:
-        source = DataSource(
-            path=data.eval_prompts, split=data.eval_split, columns=data.columns, limit=data.eval_rows or None
-        )
-        held_out, more = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
-        return prompts, held_out, dropped + more
     if data.eval_rows >= len(prompts):
         raise ConfigError(
             f"data.eval_rows={data.eval_rows} leaves none of the {len(prompts)} prompts to train on; lower it or "
-            "give data.eval_prompts"
+            "give a file under evaluations"
         )
     cut = len(prompts) - data.eval_rows
-    return prompts[:cut], prompts[cut:], dropped
+    held_out: dict[str, HeldOut] = {}
+    if data.eval_rows:
+        section = EvaluationSection(prompts=data.prompts, split=data.split)
+        held_out["held-out"] = HeldOut(prompts=prompts[cut:], section=section)
+    if "held-out" in held_out and "held-out" in config.evaluations:
+        raise ConfigError("evaluations.held-out is what data.eval_rows makes; give the set another name")
+    for name, section in config.evaluations.items():
+        source = DataSource(path=section.prompts, split=section.split, columns=section.columns, limit=section.limit)
+        found, more = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
+        held_out[name] = HeldOut(prompts=found, section=section)
+        dropped += more
+    return prompts[:cut], held_out, dropped

@@ -28,7 +28,7 @@ from rlhf_launch.arithmetic import (
 )
 from rlhf_launch.assemble import run_online
 from rlhf_launch.config import RunConfig
-from rlhf_launch.report import Evaluation
+from rlhf_launch.evaluation import Evaluation
 
 WARM_UP_BATCH = 128
 WARM_UP_TARGET = 0.25
@@ -75,7 +75,7 @@ def run_quickstart(
     seconds = time.perf_counter() - begin
     show_samples(console, after)
     show_seconds(console, {"warm-up": warm_up_seconds} | run.reporter.totals, seconds)
-    accuracy = {"before": before.metrics["eval/reward"], "after": after.metrics["eval/reward"]}
+    accuracy = {"before": before.reward, "after": after.reward}
     console.print(
         f"[bold]held-out accuracy {accuracy['before']:.1%} -> {accuracy['after']:.1%}[/] "
         f"({len(held_out)} sums, greedy) in {seconds:.0f} s"
@@ -94,9 +94,9 @@ def write_config(
         "model": {"policy": str(folder / "warmed-up")},
         "data": {
             "prompts": str(write_problems(problems, folder / "train.jsonl")),
-            "eval_prompts": str(write_problems(held_out, folder / "held-out.jsonl")),
             "max_prompt_tokens": 8,
         },
+        "evaluations": {"held-out": {"prompts": str(write_problems(held_out, folder / "held-out.jsonl"))}},
         "output_dir": str(folder / "run"),
         "seed": seed,
     }
@@ -140,7 +140,8 @@ def show_samples(console: Console, evaluation: Evaluation, *, count: int = 5) ->
     table = Table(title="held-out sums after training", title_justify="left", box=None)
     for column in ("prompt", "answer", "right", ""):
         table.add_column(column)
-    for trajectory, score in list(zip(evaluation.trajectories, evaluation.scores, strict=True))[:count]:
+    for group in evaluation.groups[:count]:
+        trajectory, score = group.trajectories[0], group.scores[0]
         given = tokenizer.decode(list(trajectory.response_token_ids), skip_special_tokens=True)
         right = str(trajectory.metadata["answer"])
         table.add_row(trajectory.metadata["prompt"], given, right, "yes" if score.value == 1 else "no")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -14,24 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_core import Batch, Score, StepReport, Trajectory
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """One sample of every held-out prompt, scored."""
-
-    step: int
-    trajectories: Sequence[Trajectory]
-    scores: Sequence[Score]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Mean reward, response length and truncated share."""
-        count = len(self.trajectories)
-        return {
-            "eval/reward": sum(score.value for score in self.scores) / count,
-            "eval/response_length": sum(t.response_length for t in self.trajectories) / count,
-            "eval/truncated": sum(t.truncated for t in self.trajectories) / count,
-        }
+from rlhf_launch.evaluation import Evaluation
 
 
 class PhaseClock:
@@ -47,6 +29,11 @@ class PhaseClock:
         begin = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Seconds of phases that were timed elsewhere."""
+        for phase, spent in seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Seconds per phase and step; tokens per second: sampled ones of generation, all of training."""
@@ -148,10 +135,10 @@ class Reporter:
             self.console.print(f"step {step:>5}  {shown}  {metrics.get('seconds/step', 0):.1f} s", soft_wrap=True)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Record an evaluation on the held-out prompts."""
+        """Record the evaluation of one set."""
         self.evaluations.append(evaluation)
-        self._writer.write(evaluation.step, evaluation.metrics)
-        self.say(f"step {evaluation.step:>5}  held-out reward {evaluation.metrics['eval/reward']:.3f}")
+        self._writer.write(evaluation.step, evaluation.metrics())
+        self.say(f"step {evaluation.step:>5}  {evaluation.name} reward {evaluation.reward:.3f}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -178,7 +165,7 @@ def plot_run(metrics_path: Path, image_path: Path) -> None:
 
     rows = read_metrics(metrics_path)
     panels = [
-        ("reward", ("reward", "eval/reward")),
+        ("reward", ("reward", *_evaluated(rows))),
         ("response length (tokens)", ("response_length",)),
         ("KL to the reference (nats)", ("kl",)),
         ("entropy (nats)", ("entropy",)),
@@ -201,3 +188,8 @@ def plot_run(metrics_path: Path, image_path: Path) -> None:
             axis.legend(fontsize=8)
     figure.savefig(image_path, dpi=110)
     pyplot.close(figure)
+
+
+def _evaluated(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names of the evaluation rewards in the rows."""
+    return sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/reward")})

@@ -18,43 +18,27 @@ def request_seed(run_seed: int, label: str) -> int:
     return int.from_bytes(digest, "big") >> 33 << 8 & 0x7FFFFF00
 
 
-def generate(
-    pool: RolloutPool,
-    prompts: Sequence[Prompt],
-    sampling: SamplingConfig,
-    *,
-    label: str,
-    samples: int,
-    seed: int,
-    timeout_s: float,
+async def sample_group(
+    pool: RolloutPool, prompt: Prompt, sampling: SamplingConfig, request_id: str, *, n: int, seed: int
 ) -> list[Trajectory]:
-    """Sample every prompt; the trajectories of one prompt are consecutive and share a group id.
+    """`n` single-turn samples of one prompt.
 
     Args:
         pool: the rollout engines.
-        prompts: may contain a prompt twice.
+        prompt: may be under way more than once, with other ids.
         sampling: settings of all samples.
-        label: makes ids and seeds of this call unique in the run, for instance the step.
-        samples: per prompt.
+        request_id: unique in the run; sample ids and seeds follow from it.
+        n: samples.
         seed: the run's seed.
-        timeout_s: deadline for all samples together.
     """
-    requests = [
-        GenerationRequest(
-            request_id=f"{label}/{index}",
-            prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
-            n=samples,
-            seed=request_seed(seed, f"{label}/{index}"),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-    results = run_requests(pool, requests, timeout_s=timeout_s)
-    return [
-        trajectory
-        for prompt, result in zip(prompts, results, strict=True)
-        for trajectory in trajectories_of(prompt, result)
-    ]
+    request = GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling,
+        n=n,
+        seed=request_seed(seed, request_id),
+    )
+    return trajectories_of(prompt, await pool.generate(request))
 
 
 def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory]:
@@ -76,23 +60,32 @@ def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory
     ]
 
 
-def run_requests(
-    pool: RolloutPool, requests: Sequence[GenerationRequest], *, timeout_s: float
-) -> list[GenerationResult]:
-    """Run all requests at once, from code that is not a coroutine; results in order.
+def generate(
+    pool: RolloutPool,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    *,
+    label: str,
+    samples: int,
+    seed: int,
+    timeout_s: float,
+) -> list[Trajectory]:
+    """Sample every prompt, from code that is not a coroutine; the samples of one prompt are consecutive.
 
     Raises:
-        DeadlineExceeded: names how many requests were still running.
+        DeadlineExceeded: not all were finished within `timeout_s`.
     """
 
-    async def everything() -> list[GenerationResult]:
-        tasks = [asyncio.ensure_future(pool.generate(request)) for request in requests]
-        try:
-            return await asyncio.wait_for(asyncio.gather(*tasks), timeout_s)
-        except TimeoutError:
-            running = sum(not task.done() or task.cancelled() for task in tasks)
-            raise DeadlineExceeded(
-                f"waited {timeout_s:g} s for generation; {running} of {len(tasks)} requests were still running"
-            ) from None
+    async def everything() -> list[list[Trajectory]]:
+        work = [
+            sample_group(pool, prompt, sampling, f"{label}/{index}", n=samples, seed=seed)
+            for index, prompt in enumerate(prompts)
+        ]
+        return await asyncio.wait_for(asyncio.gather(*work), timeout_s)
 
-    return asyncio.run(everything())
+    try:
+        return [trajectory for group in asyncio.run(everything()) for trajectory in group]
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for {samples} samples each of {len(prompts)} prompts"
+        ) from None
