@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rlhf_core import RLHFError, UserError
 
+from rlhf_launch.offline_command import offline
+
 app = typer.Typer(
     name="rlhf",
     no_args_is_help=True,
@@ -94,6 +96,9 @@ def tiny_model(
         typer.echo(f"wrote {path}")
 
     run_command(work)
+
+
+app.command()(offline)
 
 
 def run_command(work: Callable[[], None]) -> None:
