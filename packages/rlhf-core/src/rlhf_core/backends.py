@@ -62,7 +62,8 @@ class RolloutBackend(Protocol):
     """A generator of samples. Constructed as `Backend(config: RolloutConfig)`; ready when that returns.
 
     All methods but `close` are coroutines. `generate` may be called many times at once: batching is the
-    engine's business.
+    engine's business. A class may have a static method `process_environment(config) -> dict[str, str]`: variables
+    that must be set before a process of its own starts (threads, devices).
     """
 
     @property

@@ -102,7 +102,9 @@ class StepReport:
 class TrainEngine(Protocol):
     """One rank of a training engine.
 
-    With several ranks, every rank makes the same calls in the same order, each with its own rows.
+    With several ranks, every rank makes the same calls in the same order, each with its own rows. A class may have
+    a static method `process_environment(config) -> dict[str, str]`: variables that must be set before a rank's
+    process starts (threads, devices).
     """
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
