@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rlhf_core import RLHFError, UserError
 
+from rlhf_launch.doctor_command import doctor
+from rlhf_launch.generate_command import generate
 from rlhf_launch.offline_command import offline
 
 app = typer.Typer(
@@ -98,7 +100,9 @@ def tiny_model(
     run_command(work)
 
 
+app.command()(generate)
 app.command()(offline)
+app.add_typer(doctor, name="doctor")
 
 
 def run_command(work: Callable[[], None]) -> None:

@@ -1,0 +1,39 @@
+"""`rlhf doctor ...`: checks of a configuration that need its engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+doctor = typer.Typer(no_args_is_help=True, help="Checks that start the engines of a configuration.")
+
+
+@doctor.callback()
+def _doctor() -> None:
+    """Checks that start the engines of a configuration."""
+
+
+@doctor.command()
+def mismatch(
+    config: Annotated[Path, typer.Argument(help="Configuration of `rlhf train`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as dotted.key=value.")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts, of rollout.samples_per_prompt samples each.")] = 8,
+    sampler_model: Annotated[
+        str | None, typer.Option(help="What the sampler loads, if it is not model.policy.")
+    ] = None,
+) -> None:
+    """Compare the log-probs of the sampler with those of the trainer and say where a difference comes from."""
+    from rlhf_launch.command import run_command
+
+    def work() -> None:
+        from rlhf_algos.config_files import load_config
+
+        from rlhf_launch.config import RunConfig
+        from rlhf_launch.mismatch_run import check_mismatch
+
+        run = load_config(RunConfig, config, overrides or [])
+        check_mismatch(run, prompts=prompts, sampler_model=sampler_model)
+
+    run_command(work)

@@ -1,0 +1,136 @@
+"""The file that batch generation writes: a JSON line per prompt, so that an interrupted run can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhf_core import ConfigError, DataError, GenerationResult, Score
+
+from rlhf_launch.prompts import Prompt
+
+
+def make_row(
+    prompt: Prompt, result: GenerationResult, texts: Sequence[str], scores: Sequence[Score] | None
+) -> dict[str, Any]:
+    """One prompt with its samples, as plain data."""
+    samples = [
+        {
+            "text": text,
+            "token_ids": sample.token_ids,
+            "log_probs": sample.log_probs,
+            "weight_versions": sample.weight_versions,
+            "finish_reason": sample.finish_reason,
+        }
+        for sample, text in zip(result.samples, texts, strict=True)
+    ]
+    for sample, score in zip(samples, scores or (), strict=False):
+        sample |= {"score": score.value, "score_components": dict(score.components)}
+    return {
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "prompt_token_ids": prompt.token_ids,
+        "columns": dict(prompt.metadata),
+        "log_prob_meaning": asdict(result.meaning),
+        "samples": samples,
+    }
+
+
+class GeneratedRows:
+    """An output file that is open for appending. Rows come in the order in which they were finished.
+
+    The settings stand beside it in `<name>.settings.json`: rows of different settings do not share a file.
+
+    Raises:
+        ConfigError: the file was written with other settings.
+        DataError: a row in it that is not one of this command, other than a torn last one.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(path.name + ".settings.json")
+        text = json.dumps(settings, indent=1, sort_keys=True, default=str) + "\n"
+        if path.exists() and path.stat().st_size:
+            _check_settings(path, beside, json.loads(text))
+        else:
+            _write_whole(beside, text)
+        self.done = _keep_complete_rows(path)
+        """Prompt ids and prompt tokens of the rows that are there."""
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> GeneratedRows:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def pending(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts without a row.
+
+        Raises:
+            DataError: a row is there for another prompt of the same id: the data has changed.
+        """
+        for prompt in prompts:
+            before = self.done.get(prompt.prompt_id)
+            if before is not None and before != prompt.token_ids:
+                raise DataError(
+                    f"{self.path}: its row {prompt.prompt_id} belongs to another prompt than that row "
+                    "of the data now; the data or the tokenizer has changed, so give another output file"
+                )
+        return [prompt for prompt in prompts if prompt.prompt_id not in self.done]
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; after that it survives the end of this process, however it ends."""
+        self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        self._file.flush()
+
+
+def _check_settings(path: Path, beside: Path, settings: Mapping[str, Any]) -> None:
+    if not beside.exists():
+        raise ConfigError(f"{path} exists and was not written by this command; give another output file")
+    before = json.loads(beside.read_text(encoding="utf-8"))
+    for name in sorted({*before, *settings}):
+        if before.get(name) != settings.get(name):
+            raise ConfigError(
+                f"{path} was begun with {name}={before.get(name)!r}, now it is {settings.get(name)!r}; go on with "
+                "the same settings, or give another output file"
+            )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _keep_complete_rows(path: Path) -> dict[str, tuple[int, ...]]:
+    """Cut off a torn last line; the rest's prompt ids and tokens."""
+    if not path.exists():
+        return {}
+    with path.open("rb+") as file:
+        done: dict[str, tuple[int, ...]] = {}
+        end = 0
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+                if row is None:
+                    break
+                done[row["prompt_id"]] = tuple(row["prompt_token_ids"])
+            except (ValueError, KeyError, TypeError):
+                if file.read(1):
+                    raise DataError(
+                        f"{path} row {number} was not written by this command; give another output file, or mend it"
+                    ) from None
+                break
+            end += len(line)
+        file.truncate(end)
+    return done

@@ -1,0 +1,204 @@
+"""`rlhf doctor mismatch`: generate with a run's backend, score with its trainer, attribute the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rlhf_algos.torch_models import check_model_path
+from rlhf_core import ConfigError, SamplingConfig, Trajectory, collate
+from torch import Tensor
+
+from rlhf_launch.config import RunConfig
+from rlhf_launch.handles import Handle
+from rlhf_launch.mismatch import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
+from rlhf_launch.placement import open_executor, rollout_plans, training_plans
+from rlhf_launch.preflight import Inputs, check_inputs
+from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.sampling_step import generate
+from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.weight_sync import WeightSync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchReport:
+    """The diagnosis, and the gap after the trainer's weights were sent to the sampler, where that was possible."""
+
+    diagnosis: Diagnosis
+    after_sync: Gap | None
+    samples: int
+    sampler_model: str
+
+
+def check_mismatch(
+    config: RunConfig, *, prompts: int, sampler_model: str | None = None, console: Console | None = None
+) -> MismatchReport:
+    """Run the check on the first `prompts` prompts with the run's own sampling settings, and print the numbers.
+
+    `sampler_model` is what the generator loads, if it is not `model.policy` like the trainer: an older checkpoint,
+    say, or an export whose weights are in doubt.
+    """
+    console = console or Console(highlight=False)
+    if prompts < 1:
+        raise ConfigError(f"--prompts must be at least 1, got {prompts}")
+    inputs = check_inputs(config)
+    if sampler_model is not None:
+        check_model_path(sampler_model, what="--sampler-model")
+    sampler_model = sampler_model or config.model.policy
+    # Tokens whose end-of-text was held back have log-probs of yet another distribution.
+    sampling = replace(config.rollout.sampling, min_tokens=0)
+    with ExitStack() as stack:
+        group, pool, sync = _start(config, inputs, sampler_model, stack)
+        trajectories = _sample(config, inputs, pool, sampling, prompts, label="doctor")
+        scored = _score(config, group, sampling, trajectories)
+        after = None
+        if sync is not None:
+            sync(1)
+            again = _sample(config, inputs, pool, sampling, prompts, label="doctor after sync")
+            after = Gap.between(_sampled(again), _trainer_log_probs(group, again))
+    versions = {version for t in trajectories for version in t.weight_versions if version >= 0}
+    diagnosis = diagnose(
+        scored,
+        weights=_weights_detail(versions, after),
+        versions_differ=bool(versions - {0}),
+        tokens=check_tokens(inputs.tokenizer, trajectories, _trained_tokens(trajectories)),
+    )
+    report = MismatchReport(
+        diagnosis=diagnosis, after_sync=after, samples=len(trajectories), sampler_model=sampler_model
+    )
+    print_report(report, console)
+    return report
+
+
+def _start(
+    config: RunConfig, inputs: Inputs, sampler_model: str, stack: ExitStack
+) -> tuple[TrainGroup, RolloutPool, WeightSync | None]:
+    executor = open_executor(config, inputs.components)
+    stack.callback(executor.close)
+    training = training_plans(config, inputs.components, "policy")
+    sampler = replace(config, model=replace(config.model, policy=sampler_model))
+    handles: list[Handle] = list(executor.place([*training, *rollout_plans(sampler, inputs.components)]))
+    for handle in handles:
+        stack.callback(handle.close)
+    timeout_s = config.placement.timeout_s
+    group = TrainGroup("policy", handles[: len(training)], timeout_s=timeout_s)
+    pool = RolloutPool(handles[len(training) :], timeout_s=timeout_s)
+    group.start()
+    pool.start()
+    try:
+        sync = WeightSync(group, pool, transports=executor.transports, timeout_s=timeout_s)
+    except ConfigError:  # a backend that takes no weights, such as a remote server
+        sync = None
+    return group, pool, sync
+
+
+def _sample(
+    config: RunConfig, inputs: Inputs, pool: RolloutPool, sampling: SamplingConfig, prompts: int, *, label: str
+) -> list[Trajectory]:
+    made = generate(
+        pool,
+        inputs.prompts[:prompts],
+        sampling,
+        label=label,
+        samples=config.rollout.samples_per_prompt,
+        seed=config.seed,
+        timeout_s=config.placement.timeout_s,
+    )
+    return [trajectory for trajectory in made if trajectory.response_length]
+
+
+def _score(
+    config: RunConfig,
+    group: TrainGroup,
+    sampling: SamplingConfig,
+    trajectories: Sequence[Trajectory],
+) -> Scored:
+    dtype, trust = config.model.dtype, config.model.trust_remote_code
+    logits = {False: forward_of(config.model.policy, "float32", trust=trust)}
+    if dtype != "float32":
+        logits[True] = forward_of(config.model.policy, dtype, trust=trust)
+    return Scored(
+        sampler=_sampled(trajectories),
+        trainer=_trainer_log_probs(group, trajectories),
+        readings=readings(trajectories, sampling, logits),
+    )
+
+
+def forward_of(model: str, dtype: str, *, trust: bool = False) -> Callable[[Trajectory], Tensor]:
+    """Plain forward passes of a model by Transformers: trajectory -> logits [length, vocab]."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), trust_remote_code=trust
+    ).eval()
+
+    @torch.inference_mode()
+    def logits(trajectory: Trajectory) -> Tensor:
+        return loaded(torch.tensor([trajectory.token_ids]), use_cache=False).logits[0]
+
+    return logits
+
+
+def _sampled(trajectories: Sequence[Trajectory]) -> Tensor:
+    return torch.tensor(
+        [
+            log_prob
+            for trajectory in trajectories
+            for log_prob, sampled in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True)
+            if sampled
+        ]
+    )
+
+
+def _trainer_log_probs(group: TrainGroup, trajectories: Sequence[Trajectory]) -> Tensor:
+    batch = collate(trajectories)
+    log_probs = group.score(batch, ("log_probs",)).log_probs
+    if log_probs is None:
+        raise TypeError("the training engine gave no log_probs")
+    return log_probs[batch.response_mask].float()
+
+
+def _trained_tokens(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """The rows of the batch that the trainer gets, without padding."""
+    batch = collate(trajectories)
+    return [row[mask].tolist() for row, mask in zip(batch.token_ids, batch.attention_mask, strict=True)]
+
+
+def _weights_detail(versions: set[int], after: Gap | None) -> str:
+    said = f"sampled by version {', '.join(map(str, sorted(versions)))}; the trainer is at 0"
+    if after is not None:
+        said += f". After a sync the gap is {after.mean:.1e} on average, {after.largest:.1e} at most"
+    return said
+
+
+def print_report(report: MismatchReport, console: Console) -> None:
+    """The numbers as tables."""
+    diagnosis = report.diagnosis
+    gaps = Table(
+        title=f"log-probs of {diagnosis.gap.tokens} tokens in {report.samples} samples",
+        title_justify="left",
+        box=None,
+    )
+    for column in ("difference between", "mean", "largest"):
+        gaps.add_column(column, justify="left" if column.startswith("diff") else "right")
+    rows = {
+        "sampler and trainer": diagnosis.gap,
+        "trainer and a float32 forward pass": diagnosis.trainer_error,
+        "sampler and its best explanation": diagnosis.unexplained,
+        "sampler and trainer after a weight sync": report.after_sync,
+    }
+    for name, gap in rows.items():
+        if gap is not None:
+            gaps.add_row(name, f"{gap.mean:.2e}", f"{gap.largest:.2e}")
+    console.print(gaps)
+    causes = Table(title="causes", title_justify="left", box=None)
+    for column in ("cause", "found", "evidence"):
+        causes.add_column(column)
+    for finding in diagnosis.findings:
+        causes.add_row(finding.cause, "yes" if finding.found else "no", finding.detail)
+    console.print(causes)
