@@ -316,15 +316,19 @@ def received_weights(engine: TrainEngine) -> dict[str, Tensor]:
     source = engine.weights()
     manifest = source.manifest(1, bucket_bytes=32 << 10)
     sender = open_sender("local", receivers=1, timeout_s=60)
-    receiver = join(sender.link, 0)
     arrived: dict[str, Tensor] = {}
 
     def load(weights: Any) -> None:
         arrived.update({name: tensor.clone() for name, tensor in weights})
 
-    thread = threading.Thread(target=receive_weights, args=(manifest, receiver, load))
+    def receive() -> None:
+        # Joining waits for the sender to accept, so it happens on this side.
+        receive_weights(manifest, join(sender.link, 0), load)
+
+    thread = threading.Thread(target=receive)
     thread.start()
     try:
+        sender.accept()
         send_weights(source, manifest, sender)
     finally:
         thread.join(60)
