@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core import BackendCapabilities, ConfigError, GenerationRequest, GenerationResult, Link, WeightManifest
 
 from rlhf_launch.handles import Handle, call_all
+from rlhf_launch.least_loaded import LeastLoaded
 
 
 class RolloutPool:
@@ -16,7 +17,7 @@ class RolloutPool:
 
     def __init__(self, handles: Sequence[Handle], *, timeout_s: float) -> None:
         self._handles = list(handles)
-        self._load = [0] * len(self._handles)
+        self._loads = LeastLoaded(len(self._handles))
         self._timeout_s = timeout_s
         self._capabilities: list[BackendCapabilities] = []
 
@@ -49,12 +50,11 @@ class RolloutPool:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Run one request on the engine with the fewest samples under way."""
-        engine = min(range(self.engines), key=self._load.__getitem__)
-        self._load[engine] += request.n
+        engine = self._loads.take(request.n)
         try:
             return await asyncio.wrap_future(self._handles[engine].call("generate", request))
         finally:
-            self._load[engine] -= request.n
+            self._loads.give_back(engine, request.n)
 
     def connect(self, link: Link) -> list[Any]:
         """Let every engine join a weight link; returns futures."""

@@ -1,0 +1,28 @@
+from hypothesis import given
+from hypothesis import strategies as st
+from rlhf_launch.least_loaded import LeastLoaded
+
+STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=400)
+
+
+@given(size=st.integers(1, 7), steps=STEPS)
+def test_it_always_takes_what_a_full_search_would(size, steps):
+    engines, loads, taken = LeastLoaded(size), [0] * size, []
+    for take, work in steps:
+        if take or not taken:
+            index = engines.take(work)
+            assert index == loads.index(min(loads))
+            loads[index] += work
+            taken.append((index, work))
+        else:
+            index, work = taken.pop(0)
+            engines.give_back(index, work)
+            loads[index] -= work
+        assert [engines.load(i) for i in range(size)] == loads
+
+
+def test_the_heap_does_not_grow_without_end():
+    engines = LeastLoaded(3)
+    for _ in range(10_000):
+        engines.give_back(engines.take(2), 2)
+    assert len(engines._heap) < 100
