@@ -207,3 +207,29 @@ def test_candidates_and_the_top_k_of_a_teacher():
     assert found.candidate_log_probs[~batch.response_mask].abs().max() == 0
     found.candidate_log_probs.sum().backward()
     assert model.lm_head.weight.grad.abs().max() > 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_kernel_whose_trial_fails_gives_way_to_the_next(monkeypatch):
+    import rlhf_core.packed_attention as module
+    from rlhf_core.segment_kernels import SEGMENT_ATTENTION, block_segments
+
+    def broken(*_, **__):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(module, "kernels_for", lambda *_: ("varlen", "blocks", "sdpa"))
+    monkeypatch.setitem(SEGMENT_ATTENTION, "varlen", broken)
+    monkeypatch.setitem(SEGMENT_ATTENTION, "blocks", lambda *a, **k: block_segments(*a, **k, compiled=False))
+    model = causal("Qwen2").float()
+    assert enable_packing(model)
+    assert is_packing(model)
+    assert model.config._attn_implementation == NAME + "_blocks"
+    batch = make_batch()
+    with torch.no_grad():  # FlexAttention has no gradient on a CPU
+        plain = model_outputs(causal("Qwen2").float(), batch, ("log_probs",)).log_probs
+        found = model_outputs(model, batch, ("log_probs",)).log_probs
+    assert torch.allclose(found, plain, atol=1e-5)
+    monkeypatch.setitem(SEGMENT_ATTENTION, "blocks", broken)
+    fallen_back = causal("Qwen2")
+    assert enable_packing(fallen_back)
+    assert fallen_back.config._attn_implementation == NAME

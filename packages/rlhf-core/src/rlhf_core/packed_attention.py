@@ -1,23 +1,27 @@
 """Attention over packed rows, put into a Transformers model without touching its code.
 
 `enable_packing(model)` registers the function with Transformers' AttentionInterface, selects it for the model, and
-keeps it only if a small trial gives the same hidden states packed as padded.
+keeps it only if a small trial gives the same hidden states packed as padded. The trial is run for each kernel that
+the device offers (see `segment_kernels`), the fastest first.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_core.batch import Batch
 from rlhf_core.packing import Layout, pack
+from rlhf_core.segment_kernels import SEGMENT_ATTENTION, Kernel, kernels_for, sdpa_segments
 
 NAME = "rlhf_packed"
+"""Under which Transformers knows the attention; the kernel's name follows where it is not `sdpa`."""
 
 
 class HeadExchange(Protocol):
@@ -41,11 +45,13 @@ def packed_attention(
     *,
     layout: Layout | None = None,
     exchange: HeadExchange | None = None,
+    kernel: Kernel = "sdpa",
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
     """Transformers' attention signature. Without a `layout` it is ordinary `sdpa` attention.
 
-    With an `exchange` the arguments hold a slice of the row's tokens, and so does the result.
+    With an `exchange` the arguments hold a slice of the row's tokens, and so does the result. Attention dropout is
+    `sdpa`'s alone, whatever the `kernel`.
     """
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -54,32 +60,11 @@ def packed_attention(
     if exchange is not None:
         query, key, value = exchange.to_heads(query), exchange.to_heads(key), exchange.to_heads(value)
     dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.is_cuda:
-        # With a mask, grouped heads would fall back to the unfused kernel on CUDA.
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    parts = []
-    for segment in layout.segments:
-        own = slice(segment.start, segment.stop)
-        keys, values = key[:, :, own], value[:, :, own]
-        branch = segment.prompt_stop > segment.prompt_start
-        if branch:
-            prompt = slice(segment.prompt_start, segment.prompt_stop)
-            keys = torch.cat([key[:, :, prompt], keys], dim=2)
-            values = torch.cat([value[:, :, prompt], values], dim=2)
-        parts.append(
-            scaled_dot_product_attention(
-                query[:, :, own],
-                keys,
-                values,
-                attn_mask=layout.branch_mask(segment, query) if branch else None,
-                dropout_p=dropout,
-                is_causal=not branch,
-                scale=kwargs.get("scaling"),
-                enable_gqa=keys.shape[1] != query.shape[1],
-            )
-        )
-    output = torch.cat(parts, dim=2).transpose(1, 2)
+    scale = kwargs.get("scaling")
+    if dropout:
+        output = sdpa_segments(query, key, value, layout, scale=scale, dropout=dropout)
+    else:
+        output = SEGMENT_ATTENTION[kernel](query, key, value, layout, scale=scale)
     return (output if exchange is None else exchange.to_tokens(output)), None
 
 
@@ -92,26 +77,44 @@ def enable_packing(model: nn.Module) -> bool:
     """
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
-    if before == NAME:
+    if is_packing(model):
         return True
     if config is None or before != "sdpa" or not _is_plain(model, config):
         return False
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
     selected: Any = model
-    selected.set_attn_implementation(NAME)
-    if config._attn_implementation == NAME and _trial(model):
-        return True
+    for kernel in _kernels(model):
+        name = _register(kernel)
+        selected.set_attn_implementation(name)
+        if config._attn_implementation == name and _trial(model):
+            return True
     selected.set_attn_implementation(before)
     return False
 
 
+def _kernels(model: Any) -> Sequence[Kernel]:
+    """Those to try, the fastest first."""
+    weight = model.get_input_embeddings().weight
+    text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    heads = getattr(text, "num_attention_heads", None) or 1
+    head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    return kernels_for(weight.device, weight.dtype, head_dim)
+
+
+def _register(kernel: Kernel) -> str:
+    """Make the attention known to Transformers; returns its name there."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    name = NAME if kernel == "sdpa" else f"{NAME}_{kernel}"
+    AttentionInterface.register(name, partial(packed_attention, kernel=kernel))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
 def is_packing(model: nn.Module) -> bool:
     """True after `enable_packing` returned True."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return isinstance(name, str) and name.startswith(NAME)
 
 
 def _is_plain(model: Any, config: Any) -> bool:
@@ -141,7 +144,7 @@ def _trial(model: Any) -> bool:
         with torch.no_grad():
             padded, packed = padded_states(model, batch), packed_states(model, pack(batch))
             left, right = padded.at(mask), packed.at(mask)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, ImportError):
         return False
     finally:
         model.train(training)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -45,6 +46,8 @@ class Layout:
     segments: tuple[Segment, ...]
     masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
     """Causal masks of branches, made once for all layers, by queries, keys and dtype."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a kernel made of the segments, once for all layers, by its name."""
 
     def branch_mask(self, segment: Segment, like: Tensor) -> Tensor:
         """[queries, keys] additive mask of a branch: all of the prompt, and the branch up to the query."""
