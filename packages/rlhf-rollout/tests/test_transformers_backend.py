@@ -1,17 +1,25 @@
 """The Transformers backend: the conformance kit, and what is particular to it."""
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from rlhf_core import (
     CapabilityError,
     ConfigError,
+    DeadlineExceeded,
     EngineDiedError,
     GenerationRequest,
+    ModuleWeights,
     RolloutConfig,
     SamplingConfig,
     StaleWeightsError,
     WeightSyncError,
+    open_sender,
+    send_weights,
 )
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
@@ -168,3 +176,50 @@ def test_what_it_cannot_do_is_refused(start):
     bad_token = GenerationRequest(request_id="r", prompt_token_ids=(600,), sampling=SamplingConfig(max_tokens=1))
     with pytest.raises(CapabilityError, match="token id 600 is outside the model's vocabulary of 512"):
         asyncio.run(backend.generate(bad_token))
+
+
+# ------------------------------------------------------------ another engine dies amid a sync
+
+DYING_ENGINE = """
+import os, signal, sys
+from rlhf_core import Link, join
+from rlhf_core.manifest import WeightManifest
+import json
+link = Link(kind=sys.argv[1], address=sys.argv[2], receivers=2, timeout_s=30)
+receiver = join(link, 1)
+manifest = WeightManifest.from_dict(json.loads(sys.argv[3]))
+for index, _ in enumerate(receiver.receive(manifest.buckets())):
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_an_engine_killed_between_two_buckets_leaves_no_engine_serving_a_mixture(start, path, kind):
+    backend, trainer = start(), Trainer(path)
+    trainer.perturb()
+    manifest = trainer.manifest(1)
+    assert len(manifest.buckets()) > 4
+    sender = open_sender(kind, receivers=2, timeout_s=10)
+    command = [sys.executable, "-c", DYING_ENGINE, kind, sender.link.address, json.dumps(manifest.to_dict())]
+
+    async def both() -> None:
+        joining = asyncio.create_task(backend.connect(sender.link, 0))
+        await asyncio.to_thread(sender.accept)
+        await joining
+        receiving = asyncio.create_task(backend.receive_weights(manifest))
+        with pytest.raises((WeightSyncError, DeadlineExceeded)):
+            await asyncio.to_thread(send_weights, ModuleWeights(trainer.model), manifest, sender)
+        sender.close()
+        with pytest.raises(WeightSyncError):
+            await receiving
+
+    with subprocess.Popen(command) as dying:
+        asyncio.run(both())
+        assert dying.wait(30) == -signal.SIGKILL
+    assert backend.weight_version == 0
+    with pytest.raises(StaleWeightsError):
+        asyncio.run(backend.generate(request(tokens=4)))
+    asyncio.run(sync(backend, trainer, version=1))
+    result = asyncio.run(backend.generate(request(tokens=4)))
+    assert set(result.samples[0].weight_versions) == {1}

@@ -27,7 +27,6 @@ from rlhf_core import (
     SamplingConfig,
     StaleWeightsError,
     WeightSyncError,
-    open_sender,
 )
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
@@ -202,8 +201,7 @@ def test_requests_held_by_a_failed_sync_fail_as_stale(backend: VLLMBackend, trai
         await backend.pause("keep")
         task = asyncio.create_task(backend.generate(request(100)))
         await asyncio.sleep(0.05)
-        sender = open_sender("local", receivers=1, timeout_s=0.2)
-        await backend.connect(sender.link, 0)
+        await connect(backend, "local", timeout_s=0.2)
         with pytest.raises(WeightSyncError, match="DeadlineExceeded"):
             await backend.receive_weights(trainer.manifest(1))
         with pytest.raises(StaleWeightsError):

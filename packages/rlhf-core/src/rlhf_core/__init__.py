@@ -3,6 +3,7 @@
 from rlhf_core.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.backends import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
 from rlhf_core.batch import Batch, collate, pad_rows
+from rlhf_core.delta import DeltaSource
 from rlhf_core.engines import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
 from rlhf_core.environments import Environment, Observation, ToolCall, Turn
 from rlhf_core.errors import (
@@ -36,6 +37,7 @@ from rlhf_core.transport import Link, Receiver, Sender, join, open_sender
 from rlhf_core.weights import (
     ModuleWeights,
     WeightSource,
+    check_base,
     check_coverage,
     copy_into,
     receive_weights,
@@ -53,6 +55,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineExceeded",
+    "DeltaSource",
     "EngineConfig",
     "EngineDiedError",
     "Environment",
@@ -99,6 +102,7 @@ __all__ = [
     "WeightSource",
     "WeightSyncError",
     "accumulate",
+    "check_base",
     "check_coverage",
     "check_scores",
     "chunked_log_probs",

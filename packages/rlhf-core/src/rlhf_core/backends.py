@@ -44,7 +44,7 @@ class BackendCapabilities:
     """What a backend can do, said before it is asked."""
 
     transports: frozenset[str]
-    """Kinds of weight transport it can join: `local`, `gloo`, `nccl`."""
+    """Kinds of weight transport it can join; see rlhf_core.transport."""
     receivers: int = 1
     """Transport ranks this backend takes up (one per tensor-parallel worker)."""
     pause_modes: frozenset[PauseMode] = frozenset({"keep", "abort"})
@@ -53,6 +53,9 @@ class BackendCapabilities:
     """top_p, top_k and min_p."""
     images: bool = False
     """Requests may carry images."""
+    partial_sync: Literal["none", "tensors", "values"] = "none"
+    """What may travel besides all weights: whole tensors that changed (with those that the engine fuses them with,
+    see rlhf_core.delta), or also single values of them."""
     sleep: bool = False
     """`sleep` gives the accelerator's memory back; where False it is a harmless no-op."""
 

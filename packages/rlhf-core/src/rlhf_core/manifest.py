@@ -126,11 +126,13 @@ class WeightManifest:
     @property
     def digest(self) -> str:
         """Hash of all that decides the buckets: equal digests mean equal buckets on both sides."""
-        content = repr((
-            self.bucket_bytes,
-            self.checksums,
-            [(t.name, t.shape, t.dtype, t.changed) for t in self.tensors],
-        ))
+        content = repr(
+            (
+                self.bucket_bytes,
+                self.checksums,
+                [(t.name, t.shape, t.dtype, t.changed) for t in self.tensors],
+            )
+        )
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def buckets(self) -> list[Bucket]:

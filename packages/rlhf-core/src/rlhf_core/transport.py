@@ -141,10 +141,9 @@ def open_sender(
     Raises:
         ConfigError: there is no such kind.
     """
-    opened = _transport(kind).open(
+    return _transport(kind).open(
         kind, receivers=receivers, host=host, device=torch.device(device), timeout_s=timeout_s
     )
-    return opened
 
 
 def join(link: Link, rank: int, *, device: torch.device | str = "cpu") -> Receiver:

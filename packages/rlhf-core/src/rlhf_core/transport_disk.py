@@ -49,9 +49,7 @@ class DiskTransport:
     """See rlhf_core.transport."""
 
     @staticmethod
-    def open(
-        kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float
-    ) -> DiskSender:
+    def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> DiskSender:
         """A directory of its own within the shared one."""
         # The launcher gives every kind its host's address; only a path names a directory.
         given = host if host and os.sep in host else os.environ.get(DIRECTORY_VARIABLE)
@@ -220,7 +218,8 @@ def _read_into(file: BinaryIO, flat: Tensor, bucket: Bucket) -> None:
     header = _header(bucket)
     if file.read(len(header)) != header:
         raise WeightSyncError(
-            f"the file of bucket {bucket.index} holds other tensors than expected; both ends must use the same manifest"
+            f"the file of bucket {bucket.index} holds other tensors than expected; both ends must use the "
+            "same manifest"
         )
     data = memoryview(flat.numpy())
     for name, *_, offset, nbytes in _entries(bucket):

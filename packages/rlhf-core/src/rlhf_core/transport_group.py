@@ -21,15 +21,11 @@ class GroupTransport:
     """See rlhf_core.transport."""
 
     @staticmethod
-    def open(
-        kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float
-    ) -> GroupSender:
+    def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> GroupSender:
         """The sender is rank 0 and owns the store that the group meets at."""
         host = host or "127.0.0.1"
         board = StoreBoard(None, host, timeout_s=timeout_s)
-        link = Link(
-            kind=kind, address=f"{host}:{board.store.port}", receivers=receivers, timeout_s=timeout_s
-        )
+        link = Link(kind=kind, address=f"{host}:{board.store.port}", receivers=receivers, timeout_s=timeout_s)
         return GroupSender(link, device, board)
 
     @staticmethod

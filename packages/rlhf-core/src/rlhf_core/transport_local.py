@@ -21,9 +21,7 @@ class LocalTransport:
     """See rlhf_core.transport."""
 
     @staticmethod
-    def open(
-        kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float
-    ) -> LocalSender:
+    def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> LocalSender:
         """A link that is known by its name in this process."""
         link = Link(kind=kind, address=uuid.uuid4().hex, receivers=receivers, timeout_s=timeout_s)
         return LocalSender(link, device)
@@ -145,9 +143,7 @@ class _Sending:
     def wait(self) -> None:
         handover, give_up = self.handover, time.monotonic() + self.link.timeout_s
         with handover.changed:
-            handover.changed.wait_for(
-                lambda: handover.left <= 0 or handover.refusal, give_up - time.monotonic()
-            )
+            handover.changed.wait_for(lambda: handover.left <= 0 or handover.refusal, give_up - time.monotonic())
             if handover.refusal:
                 raise WeightSyncError(f"a local receiver left in the middle of a sync: {handover.refusal}")
             if handover.left > 0:
@@ -160,9 +156,7 @@ class _Sending:
 class LocalReceiver:
     """Takes buckets out of its pipe."""
 
-    def __init__(
-        self, link: Link, rank: int, device: torch.device, pipe: queue.Queue[_Handover | None]
-    ) -> None:
+    def __init__(self, link: Link, rank: int, device: torch.device, pipe: queue.Queue[_Handover | None]) -> None:
         self.device = device
         self._link, self._rank, self._pipe = link, rank, pipe
 

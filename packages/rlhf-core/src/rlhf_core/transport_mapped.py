@@ -35,9 +35,7 @@ class MappedTransport:
         """The sender owns the store; the segments are made when their size is known."""
         host = host or "127.0.0.1"
         board = StoreBoard(None, host, timeout_s=timeout_s)
-        link = Link(
-            kind=kind, address=f"{host}:{board.store.port}", receivers=receivers, timeout_s=timeout_s
-        )
+        link = Link(kind=kind, address=f"{host}:{board.store.port}", receivers=receivers, timeout_s=timeout_s)
         return MappedSender(link, device, board)
 
     @staticmethod
@@ -268,7 +266,9 @@ def _map_cuda(handle: Any, device: torch.device) -> Tensor:
     gpu, offset, nbytes, parts = handle
     own = str(torch.cuda.get_device_properties(device).uuid)
     if own != gpu:
-        raise WeightSyncError(f"the sender's memory is on GPU {gpu}, this receiver is on {own}; use nccl between GPUs")
+        raise WeightSyncError(
+            f"the sender's memory is on GPU {gpu}, this receiver is on {own}; use nccl between GPUs"
+        )
     index = device.index if device.index is not None else torch.cuda.current_device()
     # The first part is the sender's number of the GPU, which differs with CUDA_VISIBLE_DEVICES.
     storage = torch.UntypedStorage._new_shared_cuda(index, *(_untext(part) for part in parts[1:]))

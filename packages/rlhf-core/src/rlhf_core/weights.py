@@ -29,6 +29,7 @@ __all__ = [
     "TensorSpec",
     "WeightManifest",
     "WeightSource",
+    "check_base",
     "check_coverage",
     "copy_into",
     "receive_weights",
@@ -48,9 +49,9 @@ class WeightSource(Protocol):
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
         """The bucket's tensors at full shape on the engine's device.
 
-        They keep their values for as long as the caller holds them, through later calls too: the sender may send
-        them from where they are. Sparse tensors (see TensorSpec) are bytes: the indices, then the values at
-        `values_offset`. On ranks that do not send, the gather still takes part in the collective and may yield nothing.
+        They keep their values for as long as the caller holds them, through later calls too: the sender may
+        send them from where they are. Sparse tensors (see TensorSpec) are bytes: the indices, then the values
+        at `values_offset`. On ranks that do not send, the gather still takes part in the collective and may yield nothing.
         """
         ...
 
@@ -231,9 +232,7 @@ def _pairs(buckets: Sequence[Bucket], stream: Iterable[Tensor]) -> Iterable[tupl
         yield buckets[index], flat
 
 
-def _updated(
-    bucket: Bucket, flat: Tensor, base: Callable[[str], Tensor] | None
-) -> Iterable[tuple[str, Tensor]]:
+def _updated(bucket: Bucket, flat: Tensor, base: Callable[[str], Tensor] | None) -> Iterable[tuple[str, Tensor]]:
     """Whole tensors again from those of which single values travelled."""
     for spec, indices, values in bucket.sparse_views(flat):
         if base is None:
@@ -285,4 +284,22 @@ def check_coverage(manifest: WeightManifest, module: torch.nn.Module) -> None:
         raise WeightSyncError(
             f"{len(missing)} weights of the generator are not in the sync, among them {', '.join(missing[:5])}; "
             "trainer and generator must be built from the same model"
+        )
+
+
+def check_base(manifest: WeightManifest, version: int | None) -> None:
+    """Refuse changes to weights that a receiver does not hold.
+
+    Args:
+        manifest: what is about to come.
+        version: what the receiver holds for certain; None after a failed sync.
+
+    Raises:
+        WeightSyncError: the manifest is partial and its base is another version; all weights must be sent.
+    """
+    if manifest.partial and manifest.base_version != version:
+        held = "weights that a failed sync left" if version is None else f"version {version}"
+        raise WeightSyncError(
+            f"changes from weight version {manifest.base_version} to {manifest.version} cannot be applied to {held}; "
+            "send all weights"
         )

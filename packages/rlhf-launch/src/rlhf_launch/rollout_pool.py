@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core import BackendCapabilities, ConfigError, GenerationRequest, GenerationResult, Link, WeightManifest
 
-from rlhf_launch.handles import Handle, call_all
+from rlhf_launch.handles import Handle, call_all, gather
 from rlhf_launch.least_loaded import LeastLoaded
 
 
@@ -20,6 +20,7 @@ class RolloutPool:
         self._loads = LeastLoaded(len(self._handles))
         self._timeout_s = timeout_s
         self._capabilities: list[BackendCapabilities] = []
+        self._lost: dict[int, str] = {}
 
     def start(self) -> float:
         """Wait until all engines are up; returns the seconds of the slowest."""
@@ -33,9 +34,47 @@ class RolloutPool:
         return len(self._handles)
 
     @property
+    def live(self) -> list[int]:
+        """Engines that take requests and weights."""
+        return [engine for engine in range(self.engines) if engine not in self._lost]
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Engines that are gone, with the reason."""
+        return dict(self._lost)
+
+    def drop(self, engine: int, reason: str) -> None:
+        """Send nothing more to an engine that is gone."""
+        self._lost[engine] = reason
+        self._loads.leave_out(engine)
+
+    def replace(self, engine: int, handle: Handle) -> None:
+        """Put a new worker in the place of a lost engine; it is used after `WeightSync.bring_up(engine)`."""
+        self.drop(engine, "its replacement has no weights yet")
+        self._handles[engine] = handle
+        what = f"rollout engine {engine} to state its capabilities"
+        call = handle.call("capabilities")
+        (self._capabilities[engine],) = gather([call], what=what, timeout_s=self._timeout_s)
+
+    def admit(self, engine: int) -> None:
+        """Use an engine again."""
+        if self._lost.pop(engine, None) is not None:
+            self._loads.admit(engine)
+
+    @property
     def receivers(self) -> int:
-        """Transport ranks of all engines together."""
-        return sum(capabilities.receivers for capabilities in self._capabilities)
+        """Transport ranks of all live engines together."""
+        return sum(self._capabilities[engine].receivers for engine in self.live)
+
+    def receivers_of(self, engine: int) -> int:
+        """Transport ranks of one engine."""
+        return self._capabilities[engine].receivers
+
+    @property
+    def partial_sync(self) -> str:
+        """What may travel besides all weights, for every engine: `none`, `tensors` or `values`."""
+        steps = ("none", "tensors", "values")
+        return min((c.partial_sync for c in self._capabilities), key=steps.index, default="none")
 
     def choose_transport(self, preferred: Sequence[str]) -> str:
         """The first of `preferred` that every engine can join."""
@@ -57,16 +96,20 @@ class RolloutPool:
             self._loads.give_back(engine, request.n)
 
     def connect(self, link: Link) -> list[Any]:
-        """Let every engine join a weight link; returns futures."""
+        """Let every live engine join a weight link; returns futures in the order of `live`."""
         futures, rank = [], 0
-        for handle, capabilities in zip(self._handles, self._capabilities, strict=True):
-            futures.append(handle.call("connect", link, rank))
-            rank += capabilities.receivers
+        for engine in self.live:
+            futures.append(self._handles[engine].call("connect", link, rank))
+            rank += self._capabilities[engine].receivers
         return futures
 
     def receive(self, manifest: WeightManifest) -> list[Any]:
-        """Start receiving on every engine; returns futures of seconds."""
-        return [handle.call("receive_weights", manifest) for handle in self._handles]
+        """Start receiving on every live engine; returns futures of seconds in the order of `live`."""
+        return [self._handles[engine].call("receive_weights", manifest) for engine in self.live]
+
+    def call(self, engine: int, method: str, *args: Any) -> Any:
+        """Start a method of one engine's worker; returns a future."""
+        return self._handles[engine].call(method, *args)
 
     def weight_versions(self) -> list[int]:
         """The version of each engine."""
@@ -86,5 +129,6 @@ class RolloutPool:
             handle.close()
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
-        what = f"{self.engines} rollout engine(s) to {what}"
-        return call_all(self._handles, method, *args, what=what, timeout_s=self._timeout_s)
+        what = f"{len(self.live)} rollout engine(s) to {what}"
+        handles = [self._handles[engine] for engine in self.live]
+        return call_all(handles, method, *args, what=what, timeout_s=self._timeout_s)

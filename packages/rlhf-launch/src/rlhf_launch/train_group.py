@@ -90,6 +90,14 @@ class TrainGroup:
         """What a sync would move."""
         return self._all("manifest", version, bucket_bytes, what="describe its weights")[0]
 
+    def changes(self, version: int, *, bucket_bytes: int, mode: str) -> WeightManifest:
+        """What a partial sync would move; all weights if there is no confirmed version to start from."""
+        return self._all("changes", version, bucket_bytes, mode, what="find the weights that changed")[0]
+
+    def confirm(self, version: int) -> None:
+        """Every engine has `version`; the next `changes` start from it."""
+        self._all("confirm", version, what="note the version that all engines have")
+
     def send(self, manifest: WeightManifest) -> list[Any]:
         """Start sending on all ranks; returns futures of seconds."""
         return [handle.call("send", manifest) for handle in self._handles]

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rlhf_core import Link, RLHFError, UserError, WeightSyncError
+from rlhf_core import ConfigError, EngineDiedError, Link, RLHFError, UserError, WeightManifest, WeightSyncError
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 
 from rlhf_launch.handles import gather
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.train_group import TrainGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncOptions:
+    """How weights are sent."""
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
+    checksums: bool = False
+    """Receivers compare a checksum of every bucket."""
+    delta: str = "none"
+    """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.delta)."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"weight sync: bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        if self.delta not in ("none", "tensors", "values"):
+            raise ConfigError(f"weight sync: delta must be none, tensors or values, got {self.delta!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +43,10 @@ class SyncReport:
     buckets: int
     seconds: float
     """From the first control call to the last acknowledgement."""
+    partial: bool = False
+    """Only changes were sent."""
+    lost: tuple[str, ...] = ()
+    """Engines that were found dead during this sync, with the reason; the others have the weights."""
 
 
 class WeightSync:
@@ -35,52 +59,122 @@ class WeightSync:
         *,
         transports: Sequence[str],
         timeout_s: float,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        options: SyncOptions | None = None,
     ) -> None:
         self._policy = policy
         self._pool = pool
-        self.transport = pool.choose_transport(transports)
+        self._options = options or SyncOptions()
         self._timeout_s = timeout_s
-        self._bucket_bytes = bucket_bytes
         self._link: Link | None = None
+        self.transport = pool.choose_transport(transports)
+        self.version: int | None = None
+        """What all live engines have; None before the first sync and after a failed one."""
+        steps = ("none", "tensors", "values")
+        if steps.index(self._options.delta) > steps.index(pool.partial_sync):
+            raise ConfigError(
+                f"weight sync: delta={self._options.delta!r} needs more than the rollout backend can take "
+                f"(partial_sync={pool.partial_sync!r}); choose {pool.partial_sync!r}"
+            )
 
     def __call__(self, version: int) -> SyncReport:
-        """Bring all engines to `version`. A failed transfer is tried once more over a new link.
+        """Bring all engines to `version`. A failed transfer is tried once more, with all weights, over a new link.
+
+        Engines that turn out to be dead are left out (`RolloutPool.lost`), and the others go on.
 
         Raises:
+            EngineDiedError: no engine is left.
             WeightSyncError: both tries failed; the engines refuse to sample until a sync succeeds.
         """
-        try:
-            return self._sync(version)
-        except UserError:
-            raise
-        except RLHFError as first:
-            # A link is never reused after a failure: its two ends may be at different buckets.
-            self._link = None
+        lost_before = set(self._pool.lost)
+        errors: list[str] = []
+        while True:
+            dead = len(self._pool.lost)
             try:
-                return self._sync(version)
-            except RLHFError as second:
-                raise WeightSyncError(
-                    f"weights of version {version} could not be sent: {first}; over a new link: {second}"
-                ) from first
+                report = self._sync(version)
+                lost = {engine: why for engine, why in self._pool.lost.items() if engine not in lost_before}
+                return replace(report, lost=tuple(f"engine {engine}: {why}" for engine, why in lost.items()))
+            except UserError:
+                raise
+            except RLHFError as error:
+                # A link is never reused after a failure: its two ends may be at different buckets.
+                self._link, self.version = None, None
+                if not self._pool.live:
+                    raise EngineDiedError(f"no rollout engine is left to take weights: {error}") from error
+                if len(self._pool.lost) > dead:
+                    continue  # what failed is out now
+                errors.append(str(error))
+                if len(errors) == 2:
+                    raise WeightSyncError(
+                        f"weights of version {version} could not be sent: {errors[0]}; over a new link: {errors[1]}"
+                    ) from error
+
+    def bring_up(self, engine: int) -> None:
+        """Bring one engine, new or restarted, to the version that the others have, and use it again.
+
+        The policy must not have taken a step since that version was sent; after one, sync instead.
+
+        Raises:
+            WeightSyncError: there was no sync yet, or the transfer failed.
+        """
+        if self.version is None:
+            raise WeightSyncError("no engine has weights to catch up with; call the sync itself")
+        link = self._policy.open_link(self.transport, self._pool.receivers_of(engine))
+        self._link = None  # the trainer has one link at a time; the next sync opens one to all
+        what = f"rollout engine {engine} to be brought to weight version {self.version}"
+        self._meet([self._policy.accept_link()], [self._pool.call(engine, "connect", link, 0)], [engine], what)
+        manifest = self._options_on(self._policy.manifest(self.version, bucket_bytes=self._options.bucket_bytes))
+        receiving = [self._pool.call(engine, "receive_weights", manifest)]
+        self._meet(self._policy.send(manifest), receiving, [engine], what)
+        self._pool.admit(engine)
 
     def _sync(self, version: int) -> SyncReport:
         begin = time.perf_counter()
         if self._link is None:
             self._connect()
-        manifest = self._policy.manifest(version, bucket_bytes=self._bucket_bytes)
+        manifest = self._options_on(self._manifest(version))
         # Both sides enter together: the receivers' calls are under way before the senders start.
-        futures = [*self._pool.receive(manifest), *self._policy.send(manifest)]
-        gather(futures, what=f"weights of version {version} to arrive", timeout_s=self._timeout_s)
+        receiving = self._pool.receive(manifest)
+        self._meet(
+            self._policy.send(manifest), receiving, self._pool.live, f"weights of version {version} to arrive"
+        )
+        if self._options.delta != "none":
+            self._policy.confirm(version)
+        self.version = version
         return SyncReport(
             version=version,
             bytes=manifest.total_bytes,
             buckets=len(manifest.buckets()),
             seconds=time.perf_counter() - begin,
+            partial=manifest.partial,
         )
+
+    def _manifest(self, version: int) -> WeightManifest:
+        options = self._options
+        if options.delta == "none":
+            return self._policy.manifest(version, bucket_bytes=options.bucket_bytes)
+        return self._policy.changes(version, bucket_bytes=options.bucket_bytes, mode=options.delta)
+
+    def _options_on(self, manifest: WeightManifest) -> WeightManifest:
+        return replace(manifest, checksums=True) if self._options.checksums else manifest
 
     def _connect(self) -> None:
         link = self._policy.open_link(self.transport, self._pool.receivers)
-        futures = [self._policy.accept_link(), *self._pool.connect(link)]
-        gather(futures, what=f"all ends of the {link.kind} weight link to meet", timeout_s=self._timeout_s)
+        joining = self._pool.connect(link)
+        what = f"all ends of the {link.kind} weight link to meet"
+        self._meet([self._policy.accept_link()], joining, self._pool.live, what)
         self._link = link
+
+    def _meet(
+        self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str
+    ) -> None:
+        """Wait for both sides. On failure, find out first which engines are dead: they are the cause."""
+        try:
+            gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
+        except RLHFError:
+            wait(receiving, timeout=self._timeout_s)
+            for engine, future in zip(engines, receiving, strict=True):
+                if future.done() and isinstance(error := future.exception(), EngineDiedError):
+                    self._pool.drop(engine, str(error))
+            # A sender that is still at it must end before it can open a new link.
+            wait(sending, timeout=self._timeout_s)
+            raise

@@ -17,6 +17,7 @@ from rlhf_core import (
     TRAIN_ENGINES,
     BackendCapabilities,
     Batch,
+    DeltaSource,
     EngineConfig,
     GenerationRequest,
     GenerationResult,
@@ -33,6 +34,7 @@ from rlhf_core import (
     open_sender,
     send_weights,
 )
+from rlhf_core.delta import DeltaMode
 
 # Loading a Transformers model switches state of the whole process (default device and dtype): workers that share
 # a process load one after the other.
@@ -52,6 +54,7 @@ class TrainWorker:
         self._config = config
         self._engine: TrainEngine | None = None
         self._sender: Sender | None = None
+        self._delta: DeltaSource | None = None
         self._store: object = None
 
     def address(self, world_size: int) -> tuple[str, int]:
@@ -104,7 +107,7 @@ class TrainWorker:
             kind,
             receivers=receivers,
             host=host_address(),
-            device="cuda" if kind == "nccl" else "cpu",
+            device="cuda" if kind in ("nccl", "ipc") else "cpu",
             timeout_s=timeout_s,
         )
         return self._sender.link
@@ -115,13 +118,25 @@ class TrainWorker:
             self._sender.accept()
 
     def manifest(self, version: int, bucket_bytes: int) -> WeightManifest:
-        """What a sync would move; collective."""
+        """What a sync of all weights would move; collective."""
+        self._delta = None
         return self.engine.weights().manifest(version, bucket_bytes=bucket_bytes)
 
+    def changes(self, version: int, bucket_bytes: int, mode: DeltaMode) -> WeightManifest:
+        """What changed since the confirmed version, or all weights; collective. Rank 0's answer counts."""
+        if self._delta is None:
+            self._delta = DeltaSource(self.engine.weights(), mode=mode, sends=self._sender is not None)
+        return self._delta.changes(version, bucket_bytes=bucket_bytes)
+
+    def confirm(self, version: int) -> None:
+        """Every engine has `version`."""
+        if self._delta is not None:
+            self._delta.confirm(version)
+
     def send(self, manifest: WeightManifest) -> float:
-        """Gather and send all weights; collective. Returns the seconds it took."""
+        """Gather and send what the manifest says; collective. Returns the seconds it took."""
         begin = time.perf_counter()
-        send_weights(self.engine.weights(), manifest, self._sender)
+        send_weights(self._delta or self.engine.weights(), manifest, self._sender)
         return time.perf_counter() - begin
 
     def offload(self) -> None:

@@ -31,6 +31,7 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
     WeightSyncError,
+    check_base,
     check_coverage,
     copy_into,
     join,
@@ -99,7 +100,8 @@ class TransformersBackend:
     def capabilities(self) -> BackendCapabilities:
         """See RolloutBackend."""
         cuda = torch.device(self._config.device).type == "cuda"
-        return BackendCapabilities(transports=frozenset({"local", "gloo"} | ({"nccl"} if cuda else set())))
+        kinds = {"local", "gloo", "shm", "disk"} | ({"nccl", "ipc"} if cuda else set())
+        return BackendCapabilities(transports=frozenset(kinds), partial_sync="values")
 
     @property
     def weight_version(self) -> int:
@@ -135,8 +137,8 @@ class TransformersBackend:
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""
-        # Only NCCL fills buffers on the accelerator; from the others, weights are copied there one by one.
-        device = self._config.device if link.kind == "nccl" else "cpu"
+        # These two fill buffers on the accelerator; from the others, weights are copied there one by one.
+        device = self._config.device if link.kind in ("nccl", "ipc") else "cpu"
         receiver = await asyncio.to_thread(join, link, rank, device=device)
         if self._receiver is not None:
             self._receiver.close()
@@ -282,8 +284,11 @@ class TransformersBackend:
         try:
             if self._receiver is None:
                 raise WeightSyncError("receive_weights before connect: there is no weight link to receive from")
+            check_base(manifest, None if self._refusal else self._version)
             check_coverage(manifest, self._model)
-            receive_weights(manifest, self._receiver, copy_into(self._model))
+            receive_weights(
+                manifest, self._receiver, copy_into(self._model), base=lambda name: _weight(self._model, name)
+            )
         except Exception as error:
             with self._changed:
                 self._refuse(StaleWeightsError(f"the last weight sync failed; sync again before sampling: {error}"))
@@ -314,6 +319,13 @@ def _settle(future: Future[Any], outcome: object) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def _weight(model: Any, name: str) -> torch.Tensor:
+    try:
+        return model.get_parameter(name)
+    except AttributeError:
+        raise WeightSyncError(f"the generator's model has no weight {name!r}") from None
 
 
 def _end_of_text(model: Any) -> frozenset[int]:

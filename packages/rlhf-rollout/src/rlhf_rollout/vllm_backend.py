@@ -30,6 +30,7 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
     WeightSyncError,
+    check_base,
 )
 
 from rlhf_rollout.vllm_loop import EngineLoop
@@ -71,13 +72,15 @@ class VLLMBackend:
         self._config = config
         self._version = 0
         self._weights_dropped = False
+        self._stale = False
         self._link: Link | None = None
         self._capabilities = BackendCapabilities(
             transports=frozenset(
-                {"gloo"}
+                {"gloo", "shm", "disk"}
                 | ({"local"} if config.tensor_parallel_size == 1 else set())
-                | ({"nccl"} if config.device == "cuda" else set())
+                | ({"nccl", "ipc"} if config.device == "cuda" else set())
             ),
+            partial_sync="tensors",
             receivers=config.tensor_parallel_size,
             stop_strings=not arguments["skip_tokenizer_init"],
             sleep=bool(config.options.get("enable_sleep_mode", False)),
@@ -180,6 +183,11 @@ class VLLMBackend:
         self._link = link
 
     def _receive(self, engine: LLMEngine, manifest: WeightManifest) -> None:
+        try:
+            check_base(manifest, None if self._stale or self._weights_dropped else self._version)
+        except WeightSyncError as error:
+            self._refuse_sampling(engine, str(error))
+            raise
         buckets = len(manifest.buckets())
         timeout_s = (self._link.timeout_s if self._link else 0.0) * (buckets + 1) + _RPC_MARGIN_S
         failure = _on_workers(engine, "rlhf_receive_weights", manifest.to_dict(), timeout_s=timeout_s)
@@ -191,14 +199,16 @@ class VLLMBackend:
             failure = failure or (type(error).__name__, str(error))
         if failure is not None:
             problem = f"weight version {manifest.version} did not arrive: {failure[0]}: {failure[1]}"
-            self._loop.refuse(
-                engine, StaleWeightsError(f"{problem}; sampling goes on after the next complete sync")
-            )
+            self._refuse_sampling(engine, problem)
             raise WeightSyncError(problem)
         engine.set_weight_version(str(manifest.version))
         self._version = manifest.version
-        self._weights_dropped = False
+        self._weights_dropped = self._stale = False
         self._loop.accept()
+
+    def _refuse_sampling(self, engine: LLMEngine, problem: str) -> None:
+        self._stale = True
+        self._loop.refuse(engine, StaleWeightsError(f"{problem}; sampling goes on after the next complete sync"))
 
     def _sleep(self, engine: LLMEngine) -> None:
         level = self._config.options.get("sleep_level", 1)

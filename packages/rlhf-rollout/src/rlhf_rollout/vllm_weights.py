@@ -8,7 +8,9 @@ loadable model after a transfer that broke off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,8 @@ class ManifestInfo(WeightTransferUpdateInfo):
     version: int
     bucket_bytes: int
     tensors: list[list[Any]]
+    base_version: int | None
+    checksums: bool
 
 
 class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
@@ -56,6 +60,8 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
     update_info_cls = ManifestInfo
 
     _receiver: Receiver | None = None
+    _unfilled: dict[str, int] | None = None
+    """Values that a full sync brings to layers with padding, which never reach their total."""
 
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
         """Join the link, in place of any earlier one."""
@@ -67,7 +73,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             timeout_s=init_info.timeout_s,
         )
         rank = init_info.first_rank + self.parallel_config.rank
-        self._receiver = join(link, rank, device=self.device if link.kind == "nccl" else "cpu")
+        self._receiver = join(link, rank, device=self.device if link.kind in ("nccl", "ipc") else "cpu")
 
     def start_weight_update(self) -> None:
         """Nothing: a session that only `receive_weights` opens is one that it can close when it fails."""
@@ -80,12 +86,13 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         initialize_layerwise_reload(self.model)
         try:
             receive_weights(manifest, self._receiver, self._load)
-            self._check_coverage()
+            self._check_coverage(manifest)
         except BaseException:
             _forget_received(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
             raise
-        finalize_layerwise_reload(self.model, self.model_config)
+        with _quiet_about_untouched_layers(manifest.partial):
+            finalize_layerwise_reload(self.model, self.model_config)
         if self._tied and self.device.type == "cpu":
             _repack_head(self.model)
 
@@ -103,13 +110,31 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        # Layer-wise reload keeps the tensors of a layer until the layer is complete, possibly in a later bucket,
-        # while the receive buffer is used again.
         model: Any = self.model
-        model.load_weights((name, tensor.clone()) for name, tensor in weights)
+        # Layer-wise reload has copied the tensors of every layer that is complete. It still points to those of
+        # the others, which go on in a later bucket, while this memory is used again.
+        memory: set[int] = set()
 
-    def _check_coverage(self) -> None:
-        missing = [name for name, layer in self.model.named_modules() if self._lacks_weights(layer)]
+        def remembered() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                memory.add(tensor.untyped_storage().data_ptr())
+                yield name, tensor
+
+        model.load_weights(remembered())
+        _keep_unfinished(model, memory)
+
+    def _check_coverage(self, manifest: WeightManifest) -> None:
+        waiting = {
+            name: info.load_numel
+            for name, layer in self.model.named_modules()
+            if (info := get_layerwise_info(layer)).can_load() and info.load_numel > 0
+        }
+        if manifest.partial:
+            # A layer is reloaded with all that a full sync brings to it, or not at all.
+            missing = [name for name, count in waiting.items() if count != (self._unfilled or {}).get(name)]
+        else:
+            missing = [name for name, layer in self.model.named_modules() if self._lacks_weights(layer)]
+            self._unfilled = waiting
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} layers of the generator got no weights or only a part, among them "
@@ -138,6 +163,35 @@ def _forget_received(model: nn.Module) -> None:
         if info.can_load():
             info.loaded_weights.clear()
             info.load_numel = 0
+
+
+def _keep_unfinished(model: nn.Module, memory: set[int]) -> None:
+    """Copy what unfinished layers hold of memory that is about to be used again."""
+    copies: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        for _, bound in info.loaded_weights:
+            for key, value in bound.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in memory:
+                    place = (value.data_ptr(), tuple(value.shape))
+                    if place not in copies:
+                        copies[place] = value.clone()
+                    bound.arguments[key] = copies[place]
+
+
+@contextlib.contextmanager
+def _quiet_about_untouched_layers(partial: bool) -> Iterator[None]:
+    """vLLM warns of every layer that gets no weights; in a partial sync that is most of them."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = logger.level
+    if partial:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _repack_head(model: nn.Module) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from rlhf_train.adapters import adapted_layers, merged
 from rlhf_train.models import gathered
 
+_PARTS = 2
+"""Gathers per bucket."""
+
 
 class ZeroWeights:
     """WeightSource for any ZeRO stage; tied parameters appear once.
@@ -29,6 +32,7 @@ class ZeroWeights:
         for name, parameter in model.named_parameters():
             if (own := self._own_name(name)) is not None:
                 self._parameters[own] = parameter
+        self._order = {name: index for index, name in enumerate(self._parameters)}
         self._converted = True
         self._sources: dict[str, str] = {}
         """Checkpoint name to the parameter it is made of."""
@@ -62,8 +66,35 @@ class ZeroWeights:
         return WeightManifest(version=version, bucket_bytes=bucket_bytes, tensors=self._specs)
 
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
-        """See WeightSource. One collective for the whole bucket; every rank gets the tensors."""
+        """See WeightSource. Every rank gets the tensors.
+
+        Sharded parameters are gathered many at a time, a part of the bucket in one collective, so that the full
+        copies and the two buffers of the sender together stay within two and a half buckets.
+        """
         wanted = [spec.name for spec in bucket.tensors]
+        for names in self._parts(wanted, limit=bucket.nbytes // _PARTS):
+            yield from self._gather(names)
+
+    def _parts(self, wanted: list[str], *, limit: int) -> Iterator[list[str]]:
+        """Names whose parameters are gathered together; all that is made of one parameter stays together."""
+        part: list[str] = []
+        sources: set[str] = set()
+        size = 0
+        for name in sorted(wanted, key=lambda name: self._order[self._sources[name]]):
+            source = self._sources[name]
+            if source not in sources:
+                parameter = self._parameters[source]
+                nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+                if part and size + nbytes > limit:
+                    yield part
+                    part, sources, size = [], set(), 0
+                sources.add(source)
+                size += nbytes
+            part.append(name)
+        if part:
+            yield part
+
+    def _gather(self, wanted: list[str]) -> list[tuple[str, Tensor]]:
         names = list(dict.fromkeys(self._sources[name] for name in wanted))
         layers = {name: layer for name in names if (layer := self._layers.get(name.removesuffix(".weight")))}
         needed = [self._parameters[name] for name in names]

@@ -53,7 +53,7 @@ class ScriptedBackend:
     @property
     def capabilities(self) -> BackendCapabilities:
         """See RolloutBackend."""
-        return BackendCapabilities(transports=frozenset({"local", "gloo"}))
+        return BackendCapabilities(transports=frozenset({"local", "gloo", "shm", "disk"}))
 
     @property
     def weight_version(self) -> int:

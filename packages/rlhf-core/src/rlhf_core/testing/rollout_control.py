@@ -13,7 +13,15 @@ from rlhf_core.errors import StaleWeightsError, WeightSyncError
 from rlhf_core.generation import GenerationResult
 from rlhf_core.sampling import SamplingConfig
 from rlhf_core.testing.rollout_ground import Results, RolloutGround, token_ids
-from rlhf_core.testing.weight_sync import Trainer, broken_sync, connect, cpu_transport, send_and_receive, sync
+from rlhf_core.testing.weight_sync import (
+    Trainer,
+    broken_sync,
+    connect,
+    cpu_transport,
+    delta_syncs,
+    send_and_receive,
+    sync,
+)
 
 
 class ControlChecks(RolloutGround):
@@ -51,7 +59,7 @@ class ControlChecks(RolloutGround):
 
     # ------------------------------------------------------------ weight sync
 
-    @pytest.mark.parametrize("kind", ["local", "gloo"])
+    @pytest.mark.parametrize("kind", ["local", "gloo", "shm", "disk"])
     def test_a_sync_brings_the_trainers_weights(self, backend: RolloutBackend, trainer: Trainer, kind: str) -> None:
         if kind not in backend.capabilities.transports:
             pytest.skip(f"the backend does not list the transport {kind}")
@@ -80,6 +88,29 @@ class ControlChecks(RolloutGround):
         request = self.request(n=2)
         for sample in self.generate(backend, request).samples:
             self.check_log_probs(trainer, request, sample)
+
+    @pytest.mark.parametrize("checksums", [False, True])
+    def test_what_changed_since_the_last_sync_is_enough(
+        self, backend: RolloutBackend, trainer: Trainer, checksums: bool
+    ) -> None:
+        mode = backend.capabilities.partial_sync
+        if mode == "none":
+            pytest.skip("the backend takes all weights or none")
+        changed, total = self.run(delta_syncs(backend, trainer, mode, checksums=checksums))
+        assert 0 < changed < total / 2
+        request = self.request(n=2)
+        for sample in self.generate(backend, request).samples:
+            assert set(sample.weight_versions) == {backend.weight_version}
+            self.check_log_probs(trainer, request, sample)
+
+    def test_changes_to_another_version_are_refused(self, backend: RolloutBackend, trainer: Trainer) -> None:
+        if backend.capabilities.partial_sync == "none":
+            pytest.skip("the backend takes all weights or none")
+        with pytest.raises(WeightSyncError):
+            self.run(broken_sync(backend, trainer, "other base"))
+        with pytest.raises(StaleWeightsError):
+            self.generate(backend, self.request())
+        self.run(sync(backend, trainer))
 
     def test_a_sync_amid_running_requests_changes_versions_between_tokens(
         self, backend: RolloutBackend, trainer: Trainer

@@ -30,7 +30,8 @@ class SamplingChecks(RolloutGround):
         capabilities = backend.capabilities
         assert isinstance(capabilities, BackendCapabilities)
         assert capabilities.transports, "a backend without a weight transport cannot be trained"
-        assert capabilities.transports <= {"local", "gloo", "nccl"}
+        known = {"local", "gloo", "shm", "disk", "nccl", "ipc"}
+        assert all(kind in known or ":" in kind for kind in capabilities.transports)
         assert capabilities.receivers >= 1
         assert capabilities.pause_modes <= {"keep", "abort"}
 

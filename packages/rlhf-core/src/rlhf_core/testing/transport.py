@@ -1,7 +1,7 @@
 """Checks that every weight transport must pass: subclass `TransportConformance` and set `kind`.
 
-    class TestMine(TransportConformance):
-        kind = "my_package.my_module:MyTransport"
+class TestMine(TransportConformance):
+    kind = "my_package.my_module:MyTransport"
 """
 # ruff: noqa: D102 - the name of each check is its sentence
 
@@ -28,9 +28,7 @@ class Source:
 
     def __init__(self, sizes: Iterable[int], version: int, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(version)
-        self.tensors = {
-            f"w{i}": torch.randn(size, generator=generator).to(device) for i, size in enumerate(sizes)
-        }
+        self.tensors = {f"w{i}": torch.randn(size, generator=generator).to(device) for i, size in enumerate(sizes)}
         self.version = version
 
     def manifest(self, version: int = 0, *, bucket_bytes: int = 4096, checksums: bool = False) -> WeightManifest:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.backends import RolloutBackend
+from rlhf_core.delta import DeltaMode, DeltaSource
 from rlhf_core.generation import GenerationRequest, Sample
 from rlhf_core.log_probs import log_probs_from_logits
+from rlhf_core.manifest import TensorSpec, WeightManifest
 from rlhf_core.transport import Sender, open_sender
-from rlhf_core.weights import ModuleWeights, TensorSpec, WeightManifest, send_weights
+from rlhf_core.weights import ModuleWeights, WeightSource, send_weights
 
 BUCKET_BYTES = 32 << 10
 """Small, so that the tiny models travel in many buckets."""
@@ -33,6 +35,16 @@ class Trainer:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator), alpha=scale)
+
+    def perturb_one_layer(self) -> None:
+        """Change the attention of layer 1, few values of its MLP, and the first norm; nothing else."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=self._generator)
+                if "layers.1.self_attn.v_proj" in name or name.endswith("layers.0.input_layernorm.weight"):
+                    parameter.add_(noise, alpha=0.1)
+                elif "layers.1.mlp.up_proj" in name:
+                    parameter.view(-1)[::97] += noise.view(-1)[::97]
 
     def manifest(self, version: int) -> WeightManifest:
         """Manifest of the model's weights."""
@@ -79,12 +91,34 @@ async def sync(
     return version
 
 
+async def delta_syncs(
+    backend: RolloutBackend, trainer: Trainer, mode: DeltaMode, *, checksums: bool
+) -> tuple[int, int]:
+    """A full sync, a change of few weights, a partial sync; the bytes of the partial and of the full one."""
+    source = DeltaSource(ModuleWeights(trainer.model), mode=mode)
+    sender = await connect(backend, cpu_transport(backend), timeout_s=30)
+    sizes = []
+    try:
+        for version in (backend.weight_version + 1, backend.weight_version + 2):
+            manifest = source.changes(version, bucket_bytes=BUCKET_BYTES)
+            sizes.append(manifest.total_bytes)
+            manifest = replace(manifest, checksums=checksums)
+            await send_and_receive(backend, source, sender, manifest)
+            source.confirm(version)
+            if len(sizes) == 1:
+                trainer.perturb_one_layer()
+    finally:
+        sender.close()
+    return sizes[1], sizes[0]
+
+
 async def send_and_receive(
-    backend: RolloutBackend, trainer: Trainer, sender: Sender, manifest: WeightManifest
+    backend: RolloutBackend, trainer: Trainer | WeightSource, sender: Sender, manifest: WeightManifest
 ) -> None:
     """One transfer over an open link."""
+    source = ModuleWeights(trainer.model) if isinstance(trainer, Trainer) else trainer
     receiving = asyncio.create_task(backend.receive_weights(manifest))
-    sending = asyncio.to_thread(send_weights, ModuleWeights(trainer.model), manifest, sender)
+    sending = asyncio.to_thread(send_weights, source, manifest, sender)
     # The receiver's error is the cause, the sender's only its consequence: it is raised first.
     for outcome in await asyncio.gather(receiving, sending, return_exceptions=True):
         if isinstance(outcome, BaseException):
@@ -108,7 +142,8 @@ def cpu_transport(backend: RolloutBackend) -> str:
 async def broken_sync(backend: RolloutBackend, trainer: Trainer, fault: str, *, timeout_s: float = 2.0) -> None:
     """A sync that cannot succeed; raises what `receive_weights` raises.
 
-    `fault` is `sender closes` (after the first bucket), `unknown name` or `missing name`.
+    `fault` is `sender closes` (after the first bucket), `unknown name`, `missing name`, or `other base`: changes to
+    a version that the backend does not have.
     """
     manifest = trainer.manifest(backend.weight_version + 1)
     source = ModuleWeights(trainer.model)
@@ -118,6 +153,8 @@ async def broken_sync(backend: RolloutBackend, trainer: Trainer, fault: str, *, 
         source = _WithExtra(trainer.model, extra)
     elif fault == "missing name":
         manifest = replace(manifest, tensors=manifest.tensors[:-1])
+    elif fault == "other base":
+        manifest = replace(manifest, base_version=backend.weight_version - 1)
     sender = await connect(backend, cpu_transport(backend), timeout_s=timeout_s)
     sent = replace(manifest, tensors=manifest.buckets()[0].tensors) if fault == "sender closes" else manifest
 

@@ -1,0 +1,218 @@
+"""Weight sync over all engines: dead ones are left out, new ones catch up, failures are tried again in full."""
+
+import asyncio
+
+import pytest
+import torch
+from rlhf_core import (
+    ConfigError,
+    EngineConfig,
+    EngineDiedError,
+    GenerationRequest,
+    ModuleWeights,
+    RolloutConfig,
+    SamplingConfig,
+    WeightSyncError,
+)
+from rlhf_core.testing.fakes import ScriptedBackend
+from rlhf_launch.handles import LocalHandle
+from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.weight_sync import SyncOptions, WeightSync
+from rlhf_launch.workers import RolloutWorker, TrainWorker
+from torch import nn
+
+PATIENCE_S = 3.0
+SIZES = (5, 700, 300, 64, 900)
+
+
+class Engine:
+    """As much of a TrainEngine as a sync needs."""
+
+    def __init__(self, config):
+        torch.manual_seed(0)
+        self.model = nn.ParameterDict({f"w{i}": nn.Parameter(torch.randn(size)) for i, size in enumerate(SIZES)})
+
+    def weights(self):
+        return ModuleWeights(self.model)
+
+    def close(self):
+        pass
+
+
+class Backend(ScriptedBackend):
+    """Keeps weights in full, and dies or fails amid a sync on demand."""
+
+    fate: Exception | None = None
+
+    async def receive_weights(self, manifest):
+        if self.fate is not None:
+            fate, self.fate = self.fate, None
+            if isinstance(fate, EngineDiedError):
+                self.die(str(fate))
+            raise fate
+        before = self.weights
+        await super().receive_weights(manifest)
+        self.weights = {**(before if manifest.partial else {}), **self.weights}
+
+    async def connect(self, link, rank):
+        if isinstance(self._failure, EngineDiedError):
+            raise self._failure
+        await super().connect(link, rank)
+
+    @property
+    def capabilities(self):
+        capabilities = super().capabilities
+        object.__setattr__(capabilities, "partial_sync", "tensors")
+        return capabilities
+
+
+class Stack:
+    def __init__(self, engines=3, **options):
+        self.workers = [RolloutWorker(f"{__name__}:Backend", RolloutConfig(model="m"), {}) for _ in range(engines)]
+        self.trainer = TrainWorker(f"{__name__}:Engine", EngineConfig(model="m", role="policy"), {})
+        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: self.trainer)], timeout_s=PATIENCE_S)
+        self.policy.start()
+        handles = [LocalHandle(f"rollout-{i}", lambda w=worker: w) for i, worker in enumerate(self.workers)]
+        self.pool = RolloutPool(handles, timeout_s=PATIENCE_S)
+        self.pool.start()
+        kinds = options.pop("transports", ("local",))
+        self.sync = WeightSync(
+            self.policy,
+            self.pool,
+            transports=kinds,
+            timeout_s=PATIENCE_S,
+            options=SyncOptions(bucket_bytes=3000, **options),
+        )
+
+    @property
+    def backends(self):
+        return [worker._backend for worker in self.workers]
+
+    @property
+    def model(self):
+        return self.trainer.engine.model
+
+    def up_to_date(self, engine):
+        found = self.backends[engine].weights
+        return set(found) == set(self.model) and all(torch.equal(found[n], p) for n, p in self.model.items())
+
+    def change(self, name="w1"):
+        with torch.no_grad():
+            self.model[name] += 1
+
+    def close(self):
+        self.policy.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def start():
+    stacks = []
+
+    def start(*args, **kwargs):
+        stacks.append(Stack(*args, **kwargs))
+        return stacks[-1]
+
+    yield start
+    for stack in stacks:
+        stack.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "gloo", "disk"])
+@pytest.mark.parametrize("checksums", [False, True])
+def test_every_engine_gets_all_weights_over_one_link(start, kind, checksums):
+    stack = start(transports=(kind,), checksums=checksums)
+    for version in (1, 2):
+        report = stack.sync(version)
+        assert (report.version, report.bytes, report.partial, report.lost) == (version, 4 * sum(SIZES), False, ())
+        assert all(stack.up_to_date(engine) for engine in range(3))
+        stack.change()
+    assert stack.pool.weight_versions() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["local", "gloo"])
+def test_without_a_dead_engine_the_others_get_the_weights(start, kind):
+    stack = start(transports=(kind,))
+    stack.sync(1)
+    stack.change()
+    stack.backends[1].fate = EngineDiedError("out of memory")
+    report = stack.sync(2)
+    assert report.lost == ("engine 1: out of memory",)
+    assert [stack.up_to_date(engine) for engine in range(3)] == [True, False, True]
+    assert stack.pool.live == [0, 2]
+    assert stack.sync(3).lost == ()
+    request = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingConfig(max_tokens=4))
+
+    async def four() -> None:
+        await asyncio.gather(*(stack.pool.generate(request) for _ in range(4)))
+
+    asyncio.run(four())
+    assert [len(backend.requests) for backend in stack.backends] == [2, 0, 2]
+
+
+def test_when_all_are_dead_the_cause_is_named(start):
+    stack = start(2)
+    for backend in stack.backends:
+        backend.fate = EngineDiedError("power cut")
+    with pytest.raises(EngineDiedError, match=r"no rollout engine is left.*power cut"):
+        stack.sync(1)
+
+
+def test_a_new_engine_is_brought_to_the_version_of_the_others(start):
+    stack = start()
+    with pytest.raises(WeightSyncError, match="no engine has weights"):
+        stack.sync.bring_up(1)
+    stack.backends[1].fate = EngineDiedError("killed")
+    stack.sync(4)
+    stack.workers[1] = RolloutWorker(f"{__name__}:Backend", RolloutConfig(model="m"), {})
+    stack.pool.replace(1, LocalHandle("rollout-1", lambda: stack.workers[1]))
+    assert stack.pool.live == [0, 2]
+    stack.sync.bring_up(1)
+    assert stack.pool.live == [0, 1, 2]
+    assert stack.pool.weight_versions() == [4, 4, 4]
+    assert stack.up_to_date(1)
+    stack.change()
+    stack.sync(5)
+    assert all(stack.up_to_date(engine) for engine in range(3))
+
+
+def test_a_failed_transfer_is_tried_again_and_then_given_up(start):
+    stack = start()
+    stack.backends[2].fate = WeightSyncError("a hiccup")
+    assert stack.sync(1).lost == ()
+    assert all(stack.up_to_date(engine) for engine in range(3))
+
+    class Always(Backend):
+        async def receive_weights(self, manifest):
+            raise WeightSyncError("never")
+
+    stack.workers[0]._backend = Always()
+    with pytest.raises(WeightSyncError, match=r"version 2 could not be sent: never; over a new link: never"):
+        stack.sync(2)
+    assert stack.sync.version is None
+
+
+def test_delta_syncs_start_full_and_are_full_again_after_a_failure(start):
+    stack = start(delta="tensors")
+    assert not stack.sync(1).partial
+    stack.change("w4")
+    report = stack.sync(2)
+    assert (report.partial, report.bytes) == (True, 4 * SIZES[4])
+    assert all(stack.up_to_date(engine) for engine in range(3))
+    stack.change("w0")
+    stack.backends[1].fate = WeightSyncError("a hiccup")
+    report = stack.sync(3)
+    assert not report.partial
+    assert all(stack.up_to_date(engine) for engine in range(3))
+    stack.change("w0")
+    assert stack.sync(4).bytes == 4 * SIZES[0]
+
+
+def test_options_are_checked(start):
+    with pytest.raises(ConfigError, match="bucket_bytes"):
+        SyncOptions(bucket_bytes=0)
+    with pytest.raises(ConfigError, match="'some'"):
+        SyncOptions(delta="some")
+    with pytest.raises(ConfigError, match=r"partial_sync='tensors'"):
+        start(delta="values")
