@@ -117,7 +117,8 @@ class Session:
         tried: list[str] = []
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(config.attempts),
-            wait=tenacity.wait_exponential_jitter(initial=config.backoff_s, max=30, jitter=config.backoff_s),
+            wait=tenacity.wait_exponential(multiplier=config.backoff_s, max=30)
+            + tenacity.wait_random(0, config.backoff_s),
             retry=tenacity.retry_if_exception_type(_TryAgain),
             reraise=True,
         )

@@ -86,7 +86,7 @@ def read_scores(answer: Any, trajectories: Sequence[Trajectory], *, source: str)
     names = tuple(trajectory.sample_id for trajectory in trajectories)
     if not isinstance(rows, list):
         raise RewardError(
-            f"reward {source} answered {str(answer)[:200]!r}; answer {{'scores': [one per sample]}}",
+            f"reward {source} answered {repr(answer)[:200]}; answer {{'scores': [one per sample]}}",
             sample_ids=names,
         )
     scores = []
@@ -97,7 +97,7 @@ def read_scores(answer: Any, trajectories: Sequence[Trajectory], *, source: str)
             scores.append(Score(value=numbers.pop("score"), components=numbers))
         except (TypeError, ValueError, KeyError) as error:
             raise RewardError(
-                f"reward {source} answered {str(row)[:200]!r} for one sample; answer a number, or an object "
+                f"reward {source} answered {repr(row)[:200]} for one sample; answer a number, or an object "
                 "of numbers with the key 'score'",
                 sample_ids=names[index : index + 1],
             ) from error

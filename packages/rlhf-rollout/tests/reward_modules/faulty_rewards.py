@@ -1,0 +1,23 @@
+"""A reward function for worker processes that has every fault, chosen by the text."""
+
+import os
+import signal
+import subprocess
+import time
+
+
+def faulty(completions: list[str], *, pid_file: str = "", scale: float = 1.0) -> list[float]:
+    """The length of each text, unless one of them is the name of a fault."""
+    print("what a function prints must not reach the messages")
+    if "hang" in completions:
+        with open(pid_file, "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+        while True:
+            time.sleep(0.01)
+    if "die" in completions:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "raise" in completions:
+        raise ValueError("cannot judge this")
+    if "too few" in completions:
+        return [1.0] * (len(completions) - 1)
+    return [float("nan") if text == "nan" else scale * len(text) for text in completions]

@@ -1,0 +1,111 @@
+"""score_as_finished: scoring goes on beside generation, nothing is lost, errors end everything."""
+
+import asyncio
+
+import pytest
+from reward_ground import trajectory
+from rlhf_core import Failed, RewardError, Score
+from rlhf_rollout import PythonReward, score_as_finished
+
+
+def decode(trajectories):
+    return [t.sample_id for t in trajectories]
+
+
+class Lengths:
+    async def score(self, trajectories, texts):
+        return [Score(value=float(len(t.token_ids))) for t in trajectories]
+
+
+async def collect(groups, reward, **options):
+    return [group async for group in score_as_finished(groups, reward, decode, **options)]
+
+
+async def group(index, *, after=None):
+    if after is not None:
+        await after.wait()
+    return [trajectory(f"{index}a"), trajectory(f"{index}b", response=2)]
+
+
+def test_a_group_is_scored_while_another_is_generated():
+    async def run():
+        scored = asyncio.Event()
+
+        class Telling(Lengths):
+            async def score(self, trajectories, texts):
+                scored.set()
+                return await super().score(trajectories, texts)
+
+        # The first group is finished only after the second has been scored: without overlap this never ends.
+        return await asyncio.wait_for(collect([group(0, after=scored), group(1)], Telling()), 20)
+
+    found = asyncio.run(run())
+    assert [g.index for g in found] == [1, 0]
+    assert [[t.sample_id for t in g.trajectories] for g in found] == [["s1a", "s1b"], ["s0a", "s0b"]]
+    assert [[s.value for s in g.scores] for g in found] == [[2.0, 3.0]] * 2
+
+
+def test_a_reward_that_blocks_its_thread_does_not_hold_generation():
+    import threading
+
+    generated = threading.Event()
+
+    async def late():
+        await asyncio.sleep(0.05)
+        generated.set()
+        return [trajectory("late")]
+
+    # The reward of the first group waits for the second one's generation.
+    reward = PythonReward(lambda completion: float(generated.wait(20)))
+    assert [g.scores[0].value for g in asyncio.run(collect([group(0), late()], reward))] == [1.0, 1.0]
+
+
+def test_batches_in_scoring_are_bounded():
+    inside, most = 0, 0
+
+    class Counting(Lengths):
+        async def score(self, trajectories, texts):
+            nonlocal inside, most
+            inside, most = inside + 1, max(most, inside + 1)
+            await asyncio.sleep(0.005)
+            inside -= 1
+            return await super().score(trajectories, texts)
+
+    assert len(asyncio.run(collect([group(i) for i in range(9)], Counting(), max_batches=2))) == 9
+    assert most == 2
+
+
+def test_dropped_samples_are_reported_not_lost():
+    class Dropping(Lengths):
+        async def score(self, trajectories, texts):
+            first, *others = trajectories
+            scored = await super().score(others, texts[1:])
+            return [Failed(sample_id=first.sample_id, reason="hung"), *scored]
+
+    async def half():
+        return [Failed(sample_id="env", reason="raised"), *await group(0)]
+
+    (found,) = asyncio.run(collect([half()], Dropping()))
+    assert [t.sample_id for t in found.trajectories] == ["s0b"]
+    assert [s.value for s in found.scores] == [3.0]
+    assert [f.sample_id for f in found.failed] == ["env", "s0a"]
+
+
+def test_an_error_ends_generation_and_is_raised():
+    ended = []
+
+    async def endless():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(True)
+            raise
+        return []
+
+    class Short:
+        async def score(self, trajectories, texts):
+            return []
+
+    with pytest.raises(RewardError, match="Short returned 0 scores for 2"):
+        asyncio.run(collect([group(0), endless()], Short()))
+    assert ended == [True]
