@@ -222,6 +222,73 @@ def test_mixed_datasets_follow_their_weights(make, tmp_path):
     assert train(mixed).steps == 11
 
 
+def test_a_share_of_the_rows_is_held_out(make):
+    for method in ("dpo", "kto"):
+        config = make(method, hold_out=0.2, output=make(method).output / method)
+        data = rlhf_algos.offline_data.load_data(config)
+        trained, held = ({e.row_name for e in part} for part in (data.train, data.eval))
+        assert (len(trained), len(held)) == (18, 4)
+        assert not trained & held
+        assert [e.name for e in rlhf_algos.offline_data.load_data(config).eval] == [e.name for e in data.eval]
+    assert "eval/loss" in train(replace(config, max_steps=1)).metrics
+    with pytest.raises(ConfigError, match="leaves nothing to train on"):
+        rlhf_algos.offline_data.load_data(make("dpo", hold_out=0.99))
+    with pytest.raises(ConfigError, match="hold_out"):
+        make("dpo", hold_out=1.0)
+
+
+OWN_LOSSES = """
+from dataclasses import dataclass
+from rlhf_algos import DPOConfig
+from rlhf_algos.preference_losses import dpo
+from rlhf_algos.sft import SFTConfig, sft
+
+
+def doubled(outputs, batch, config: DPOConfig):
+    terms = dpo(outputs, batch, config)
+    return type(terms)(total=2 * terms.total, weight=terms.weight, metrics=terms.metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledConfig:
+    factor: float = 1.0
+
+
+def scaled(outputs, batch, config: ScaledConfig):
+    terms = sft(outputs, batch, SFTConfig())
+    return type(terms)(total=config.factor * terms.total, weight=terms.weight)
+
+
+def untyped(outputs, batch, config):
+    return scaled(outputs, batch, ScaledConfig(**config))
+
+
+def two(outputs, batch):
+    return None
+"""
+
+
+def test_a_loss_function_of_ones_own(make, tmp_path, monkeypatch):
+    (tmp_path / "own_losses.py").write_text(OWN_LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def first_loss(method, **fields):
+        return train(make(method, max_steps=1, output=tmp_path / repr(fields), **fields)).metrics["loss"]
+
+    plain = first_loss("dpo")
+    assert first_loss("dpo", loss_function="own_losses:doubled") == pytest.approx(2 * plain)
+    plain = first_loss("sft")
+    options = {"loss": {"factor": 3.0}}
+    assert first_loss("sft", loss_function="own_losses:scaled", **options) == pytest.approx(3 * plain)
+    assert first_loss("sft", loss_function="own_losses:untyped", **options) == pytest.approx(3 * plain)
+    with pytest.raises(ConfigError, match=r"did you mean 'loss\.factor'"):
+        make("sft", loss_function="own_losses:scaled", loss={"facto": 1})
+    with pytest.raises(ConfigError, match="must take three"):
+        make("sft", loss_function="own_losses:two")
+    with pytest.raises(ConfigError, match="is a type"):
+        make("sft", loss_function="own_losses:ScaledConfig")
+
+
 def test_lora_trains_adapters_and_writes_a_merged_model(make, model):
     from rlhf_algos.torch_models import LoraConfig
 
@@ -328,3 +395,53 @@ def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
         assert [row[name] for row in two if name in row] == pytest.approx(
             [row[name] for row in one if name in row], rel=1e-3
         ), name
+
+
+RESUMED = """
+import sys
+from pathlib import Path
+import rlhf_algos.offline as offline
+from rlhf_algos import CheckpointConfig, OfflineConfig, load_config, train
+from dataclasses import replace
+
+config = load_config(OfflineConfig, Path(sys.argv[1]))
+train(config)
+
+stopped = replace(config, output=config.output.with_name("stopped"), checkpoint=CheckpointConfig(every=2))
+save = offline.save_checkpoint
+
+
+def save_and_stop(directory, engine, state, **settings):
+    save(directory, engine, state, **settings)
+    if state.step == 4:
+        raise KeyboardInterrupt
+
+
+offline.save_checkpoint = save_and_stop
+try:
+    train(stopped)
+except KeyboardInterrupt:
+    pass
+offline.save_checkpoint = save
+train(replace(stopped, resume=True))
+"""
+
+
+@pytest.mark.stack
+def test_two_processes_resume_bit_for_bit(make, tmp_path):
+    from rlhf_algos.config_files import dump_config
+
+    config = make("dpo", output=tmp_path / "whole")
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, str(tmp_path / "resumed.py"), str(tmp_path / "run.yaml")],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    whole, stopped = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
+    assert len(whole) == 6
+    assert [row["loss"] for row in stopped] == [row["loss"] for row in whole]
+    assert same(weights(tmp_path / "whole" / "model"), weights(tmp_path / "stopped" / "model"))

@@ -30,6 +30,11 @@ class Example:
     """Another example's response to this one's prompt, for estimates of the KL divergence."""
 
     @property
+    def row_name(self) -> str:
+        """The row of the data it was made from; a row may give several examples."""
+        return self.name.removesuffix(" chosen").removesuffix(" rejected")
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows."""
         return sum(len(row.token_ids) for row in self.rows)

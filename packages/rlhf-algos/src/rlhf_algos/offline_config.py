@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlhf_core.engines import DType, Schedule
 from rlhf_algos.config_files import from_mapping, to_plain
 from rlhf_algos.data import DataSource
 from rlhf_algos.encoding import LengthLimit
-from rlhf_algos.offline_methods import Method, find_method
+from rlhf_algos.offline_methods import Method, find_method, with_own_loss
 from rlhf_algos.torch_models import LoraConfig
 
 
@@ -112,8 +112,13 @@ class OfflineConfig:
     method: str = "dpo"
     """See `offline_methods.METHODS`."""
     eval: tuple[DataSource, ...] = ()
+    """Datasets to evaluate on."""
+    hold_out: float = 0.0
+    """Share of each training dataset that is evaluated on instead, drawn once by `seed`."""
     loss: Any = field(default_factory=dict)
     """Fields of the method's loss config, or an instance of it."""
+    loss_function: str | None = None
+    """Your own loss at `module:function`, in place of the method's; see `offline_methods.with_own_loss`."""
     reference: str | None = None
     """Reference model of DPO and KTO; None: the model as it is before training."""
     reference_cache: Path | None = None
@@ -148,8 +153,8 @@ class OfflineConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        method = find_method(self.method)
-        if isinstance(self.loss, Mapping):
+        method = self.offline_method
+        if isinstance(self.loss, Mapping) and is_dataclass(method.config):
             loss = from_mapping(method.config, self.loss, source=f"method {self.method}", prefix="loss.")
             object.__setattr__(self, "loss", loss)
         elif not isinstance(self.loss, method.config):
@@ -162,13 +167,16 @@ class OfflineConfig:
         for name in ("batch_size", "epochs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.hold_out < 1:
+            raise ConfigError(f"hold_out must be in [0, 1), got {self.hold_out}")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
 
     @property
     def offline_method(self) -> Method:
         """The method itself."""
-        return find_method(self.method)
+        method = find_method(self.method)
+        return method if self.loss_function is None else with_own_loss(method, self.loss_function)
 
     def engine(self, total_steps: int | None, *, frozen: str | None = None) -> EngineConfig:
         """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""

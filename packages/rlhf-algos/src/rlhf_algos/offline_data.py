@@ -77,6 +77,10 @@ def load_data(config: OfflineConfig) -> OfflineData:
     reports: dict[str, EncodingReport] = {}
     trained = [_encode(source, config, encoder, reports) for source in config.train]
     evaluated = [example for source in config.eval for example in _encode(source, config, encoder, reports)]
+    if config.hold_out:
+        for index, part in enumerate(trained):
+            trained[index], held = _split(part, config.hold_out, seed=config.seed)
+            evaluated += held
     train = [example for part in trained for example in part]
     sizes = tuple(len(part) for part in trained)
     mixed = len({source.weight for source in config.train}) > 1
@@ -96,6 +100,20 @@ def _encode(
     name = source.path if source.path not in reports else f"{source.path} ({len(reports) + 1})"
     reports[name] = report
     return examples
+
+
+def _split(examples: list[Example], share: float, *, seed: int) -> tuple[list[Example], list[Example]]:
+    """(rest, a drawn share of the examples); examples of one row of the data stay together."""
+    names = list(dict.fromkeys(example.row_name for example in examples))
+    count = max(1, round(share * len(names)))
+    if count >= len(names):
+        raise ConfigError(f"hold_out {share} of {len(names)} rows leaves nothing to train on; lower it")
+    order = epoch_order([len(names)], [1.0], seed=seed, epoch=-2)
+    held = {names[index] for index in order[:count]}
+    return (
+        [example for example in examples if example.row_name not in held],
+        [example for example in examples if example.row_name in held],
+    )
 
 
 def _partnered(examples: list[Example], config: OfflineConfig) -> list[Example]:

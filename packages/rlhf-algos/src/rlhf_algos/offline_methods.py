@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, get_type_hints
 
 import torch
 from rlhf_core import Batch, ConfigError, Loss, Role, load_object
@@ -165,6 +166,45 @@ def find_method(name: str) -> Method:
             f"method {name!r} is unknown; {hint}write one of {', '.join(sorted(METHODS))}, or module:attribute"
         )
     return METHODS[name]
+
+
+def with_own_loss(method: Method, path: str) -> Method:
+    """The method with the loss function at `module:function` in place of its own; rows and model stay the method's.
+
+    The function is `(outputs, batch, config) -> LossTerms`. Its config is the dataclass that annotates its third
+    parameter, else the mapping of the configuration as it is. A config derived from the method's own keeps what the
+    method does with it; any other one may have attributes `outputs`, `needs_reference` and `role`.
+
+    Raises:
+        PluginError: it cannot be imported.
+        ConfigError: it is no function.
+    """
+    found = load_object(path, what="loss_function")
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(
+            f"loss_function {path!r} is a {type(found).__name__}; write a function "
+            "(outputs, batch, config) -> LossTerms"
+        )
+    function: Any = found
+    parameters = list(inspect.signature(function).parameters)
+    if len(parameters) != 3:
+        raise ConfigError(
+            f"loss_function {path!r} takes {len(parameters)} parameters ({', '.join(parameters)}); it must take "
+            "three: outputs, batch, config"
+        )
+    hint = get_type_hints(function).get(parameters[2])
+    kind = hint if isinstance(hint, type) and is_dataclass(hint) else dict
+    outputs = tuple(getattr(function, "outputs", method.outputs))
+    if issubclass(kind, method.config):
+        return replace(method, function=function, config=kind, outputs=outputs)
+    return Method(
+        encode=method.encode,
+        function=function,
+        config=kind,
+        role=method.role,
+        outputs=outputs,
+        needs_reference=lambda config: bool(getattr(config, "needs_reference", False)),
+    )
 
 
 def with_partners(
