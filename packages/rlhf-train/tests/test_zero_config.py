@@ -1,6 +1,7 @@
 import pytest
 from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
 from rlhf_train import ZeroConfig
+from rlhf_train.adapters import LoraConfig
 from rlhf_train.zero_config import check_compatible, deepspeed_config
 
 
@@ -24,6 +25,9 @@ def test_an_unknown_option_names_the_nearest():
         ({"stage": 2, "offload_parameters": True}, "needs stage 3"),
         ({"stage": 2, "zero_hpz_partition_size": 8}, "needs stage 3"),
         ({"reduce_bucket_size": 0}, "must be positive"),
+        ({"sequence_parallel_size": 0}, "must be positive"),
+        ({"average_decay": 1.0}, "average_decay must lie in"),
+        ({"freeze_steps": -1}, "freeze_steps must not be negative"),
         ({"accumulate_dtype": "fp32"}, "accumulate_dtype must be one of"),
     ],
 )
@@ -100,6 +104,26 @@ def test_adapters_are_read_from_a_mapping():
         ZeroConfig.from_options({"lora": {"ranks": 4}})
     with pytest.raises(ConfigError, match="rank must be at least 1"):
         ZeroConfig.from_options({"lora": {"rank": 0}})
+
+
+def test_muon_needs_whole_gradients_and_whole_matrices():
+    muon = OptimizerConfig(kind="muon")
+    config = EngineConfig(model="m", optimizer=muon)
+    assert deepspeed_config(config, ZeroConfig(), world_size=2)["zero_optimization"]["reduce_scatter"] is False
+    for options in ({"zero_hpz_partition_size": 2}, {"lora": LoraConfig()}):
+        with pytest.raises(ConfigError, match="use adamw"):
+            check_compatible(config, ZeroConfig(**options))
+
+
+def test_compilation_needs_cuda():
+    with pytest.raises(ConfigError, match="deep_compile needs CUDA"):
+        check_compatible(EngineConfig(model="m", optimizer=OptimizerConfig()), ZeroConfig(deep_compile=True))
+    assert settings(device="cuda", deep_compile=True)["compile"] == {"deepcompile": True}
+
+
+def test_freeze_patterns_are_read_from_a_list_or_one_string():
+    assert ZeroConfig.from_options({"freeze": ["a.*", "b.*"]}).freeze == ("a.*", "b.*")
+    assert ZeroConfig.from_options({"freeze": "a.*"}).freeze == ("a.*",)
 
 
 def test_a_switch_must_be_true_or_false():
