@@ -214,6 +214,20 @@ def test_no_server_a_wrong_model_and_wrong_options_are_configuration_errors(serv
         start(base_url="localhost:8000")
 
 
+def test_closing_ends_running_requests(serve):
+    backend, asked = serve(lambda _: None)
+
+    async def close_amid():
+        task = asyncio.create_task(backend.generate(REQUEST))
+        while not asked:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(backend.close)
+        await task
+
+    with pytest.raises(EngineDiedError, match="closed during"):
+        asyncio.run(asyncio.wait_for(close_amid(), 30))
+
+
 def test_a_closed_backend_says_so(serve):
     backend, _ = serve(lambda _: (200, {}))
     backend.close()

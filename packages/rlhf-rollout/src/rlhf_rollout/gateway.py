@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -83,7 +84,7 @@ class GatewayConfig:
 
 
 class Gateway:
-    """Serves from construction of the `with` block, or `start`, to its end, or `close`.
+    """Serves from `start`, or the beginning of a `with` block, to `close`, or its end.
 
     `read_calls` takes tool calls out of an answer's text if the request offers tools; the default reads the tags of
     Hermes and Qwen.
@@ -301,7 +302,7 @@ class Gateway:
 
     async def _events(self, work: Work) -> AsyncIterator[str]:
         try:
-            tell = lambda sample, result: self._record(work, sample, result)  # noqa: E731
+            tell = partial(self._record, work)
             async for chunk in stream_chunks(self._backend, work, tell, slice_tokens=self._config.stream_tokens):
                 yield _event(chunk)
         except RLHFError as error:

@@ -115,9 +115,15 @@ class RemoteBackend:
         Raises:
             CapabilityError: the server refuses the request, or answers without token ids or log-probs.
             DeadlineExceeded: no answer within `timeout_s`.
-            EngineDiedError: the server is gone or fails, after all retries.
+            EngineDiedError: the server is gone or fails, after all retries; or this backend was closed meanwhile.
         """
-        return await asyncio.wrap_future(self._start(self._generate(request)))
+        try:
+            return await asyncio.wrap_future(self._start(self._generate(request)))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and (task is None or not task.cancelling()):
+                raise EngineDiedError("the remote backend was closed during the request") from None
+            raise
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Refused."""
