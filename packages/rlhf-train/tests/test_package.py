@@ -7,6 +7,9 @@ import rlhf_train
 def test_the_public_names_are_pinned():
     assert rlhf_train.__all__ == [
         "DeepSpeedEngine",
+        "MemoryReport",
+        "PendingSave",
+        "RewardScale",
         "ZeroConfig",
         "ZeroWeights",
         "process_environment",

@@ -3,13 +3,19 @@
 DeepSpeed and Transformers are imported when an engine is constructed, not with this package.
 """
 
+from rlhf_train.background_save import PendingSave
 from rlhf_train.engine import DeepSpeedEngine
 from rlhf_train.environment import process_environment
+from rlhf_train.memory import MemoryReport
+from rlhf_train.reward_scale import RewardScale
 from rlhf_train.zero_config import ZeroConfig
 from rlhf_train.zero_weights import ZeroWeights
 
 __all__ = [
     "DeepSpeedEngine",
+    "MemoryReport",
+    "PendingSave",
+    "RewardScale",
     "ZeroConfig",
     "ZeroWeights",
     "process_environment",

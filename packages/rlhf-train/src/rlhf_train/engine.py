@@ -331,4 +331,5 @@ class DeepSpeedEngine:
             release_engine(self._deepspeed, self._module)
         self._deepspeed = None
         self._module = None
+        self._average = None
         self._last_outputs = {}

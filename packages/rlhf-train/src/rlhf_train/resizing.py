@@ -25,8 +25,13 @@ def load_resized(engine: Any, path: Path, tag: str, *, ranks: TrainingRanks) -> 
     exactly.
 
     Raises:
-        ConfigError: the conversion failed.
+        ConfigError: the optimizer is Muon, or the conversion failed.
     """
+    if "Muon" in type(engine.basic_optimizer).__name__:
+        raise ConfigError(
+            f"the checkpoint in {str(path)!r} was written by another number of ranks, and Muon's momentum cannot be "
+            "dealt anew; resume with as many ranks, or start from an export"
+        )
     convert(path, tag, ranks=ranks)
     # DeepSpeed gives every group the settings of the first one; ours differ in weight decay.
     settings = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
