@@ -221,7 +221,7 @@ def test_a_link_without_a_sender_is_given_up_at_its_deadline(backend: VLLMBacken
 
 def test_a_link_of_a_kind_it_cannot_join_is_refused(backend: VLLMBackend) -> None:
     link = Link(kind="nccl", address="127.0.0.1:1", receivers=1, timeout_s=1)
-    with pytest.raises(CapabilityError, match="use one of gloo, local"):
+    with pytest.raises(CapabilityError, match="use one of disk, gloo, local, shm"):
         asyncio.run(backend.connect(link, 0))
 
 

@@ -1,12 +1,12 @@
 """Sending only what changed since the last sync: whole tensors, or single values of them. Always exact.
 
-`tensors` remembers a checksum of every tensor. Frozen layers, embeddings under LoRA and the like do not travel. An
-engine that fuses tensors (query, key and value into one) can only take all of them, so what lies in the same part
-of the same layer travels together (`fused_group`).
+`tensors` remembers a checksum of every tensor. Frozen layers, embeddings under LoRA and so on do not travel. An
+engine that fuses tensors (query, key and value into one) can only take all of them, so what lies in the same
+part of a layer travels together (`fused_group`).
 
-`values` keeps a copy of all weights in the sender's host memory. Of a tensor in which few values changed, only these
-travel, each with its index: with bfloat16 weights and the learning rates of RL most values round to what they were.
-For receivers that can read the value a weight has now.
+`values` keeps a copy of all weights in the sender's host memory. Of a tensor in which few values changed, only
+these travel, each with its index: with bfloat16 weights and the learning rates of RL most values round to what they
+were. For receivers that can read the value a weight has now.
 
 Either way the receivers must hold the very version that the changes start from; a sync that nobody confirmed makes
 the next one a full one.

@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def _header(bucket: Bucket) -> bytes:
 
 def _write(file: BinaryIO, flat: Tensor, bucket: Bucket) -> None:
     file.write(_header(bucket))
-    data = memoryview(flat.numpy())
+    data = memoryview(cast(Any, flat.numpy()))
     for *_, offset, nbytes in _entries(bucket):
         file.write(data[offset : offset + nbytes])
 
@@ -221,7 +221,7 @@ def _read_into(file: BinaryIO, flat: Tensor, bucket: Bucket) -> None:
             f"the file of bucket {bucket.index} holds other tensors than expected; both ends must use the "
             "same manifest"
         )
-    data = memoryview(flat.numpy())
+    data = memoryview(cast(Any, flat.numpy()))
     for name, *_, offset, nbytes in _entries(bucket):
         if file.readinto(data[offset : offset + nbytes]) != nbytes:  # type: ignore[attr-defined]
             raise WeightSyncError(f"the file of bucket {bucket.index} ends in the middle of {name!r}")

@@ -272,7 +272,8 @@ def _map_cuda(handle: Any, device: torch.device) -> Tensor:
     index = device.index if device.index is not None else torch.cuda.current_device()
     # The first part is the sender's number of the GPU, which differs with CUDA_VISIBLE_DEVICES.
     storage = torch.UntypedStorage._new_shared_cuda(index, *(_untext(part) for part in parts[1:]))
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, offset, (nbytes,))
+    whole: Any = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, offset, (nbytes,))
 
 
 def _text(part: Any) -> Any:

@@ -51,7 +51,8 @@ class WeightSource(Protocol):
 
         They keep their values for as long as the caller holds them, through later calls too: the sender may
         send them from where they are. Sparse tensors (see TensorSpec) are bytes: the indices, then the values
-        at `values_offset`. On ranks that do not send, the gather still takes part in the collective and may yield nothing.
+        at `values_offset`. On ranks that do not send, the gather still takes part in the collective and may
+        yield nothing.
         """
         ...
 
@@ -300,6 +301,6 @@ def check_base(manifest: WeightManifest, version: int | None) -> None:
     if manifest.partial and manifest.base_version != version:
         held = "weights that a failed sync left" if version is None else f"version {version}"
         raise WeightSyncError(
-            f"changes from weight version {manifest.base_version} to {manifest.version} cannot be applied to {held}; "
-            "send all weights"
+            f"changes from weight version {manifest.base_version} to {manifest.version} cannot be applied to "
+            f"{held}; send all weights"
         )
