@@ -8,15 +8,14 @@ from rlhf_core import Failed, GenerationResult, RewardError, Sample, Score
 from rlhf_launch.collecting import Group, collect
 from rlhf_launch.config import (
     DataSection,
-    DynamicSampling,
     ModelSection,
     RewardSection,
-    RolloutSection,
     RunConfig,
     TrainSection,
 )
 from rlhf_launch.prompts import Prompt, PromptStream
 from rlhf_launch.rewarding import Rewarder
+from rlhf_launch.rollout_config import DynamicSampling, RolloutSection
 from rlhf_launch.run_state import group_from_plain, group_to_plain
 
 

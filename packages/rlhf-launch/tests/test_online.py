@@ -122,3 +122,29 @@ def test_a_bad_reward_stops_the_run_with_its_reason(settings, make_config, funct
     config = make_config(settings, reward__function=f"launch_rewards:{function}", data__eval_rows=0)
     with pytest.raises(RewardError, match=message):
         run_online(config)
+
+
+def test_episodes_in_an_environment(settings, make_config):
+    settings["reward"] = {}
+    config = make_config(
+        settings,
+        rollout__agent={"environment": "launch_rewards:CountToThree", "max_tokens": 120},
+        data__eval_rows=2,
+    )
+    rows = read_rows(run_online(config))
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)  # turns were not tokenised again
+    assert all(0 < row["response_length"] <= 24 for row in rows)
+    assert all(row["reward"] > 0 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folder):
+    held_out = {"prompts": str(folder / "prompts.jsonl"), "limit": 3, "samples": 4, "temperature": 1.0}
+    config = make_config(
+        settings, evaluations={"sums": held_out}, eval_every=1, rollout__dynamic_sampling={"max_rounds": 2}
+    )
+    run = run_online(config)
+    rows = [json.loads(line) for line in (run.reporter.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/sums/pass@4" in row] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows if "eval/held-out/reward" in row] == [0, 1, 2, 3]
+    steps = [row for row in rows if "reward" in row]
+    assert all(row["prompts"] == row["accepted"] + row["filtered"] - row["carried_over"] for row in steps)

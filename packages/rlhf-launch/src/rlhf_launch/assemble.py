@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rlhf_algos.config_files import dump_config
 from rlhf_core import RewardFunction
-from rlhf_rollout import CombinedReward, ModelReward
-from rlhf_rollout.reward_policy import FaultPolicy, RobustReward
+from rlhf_rollout import CombinedReward, EnvironmentReward, FaultPolicy, ModelReward, RobustReward
 
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.config import RunConfig
@@ -115,14 +114,23 @@ def _place_roles(
         reference=groups.get("reference"),
         pool=pool,
         sync=sync,
-        rewarder=Rewarder(_reward(inputs, groups.get("reward"), config.reward.policy), inputs.tokenizer),
+        rewarder=Rewarder(
+            _reward(
+                inputs, groups.get("reward"), config.reward.policy, environment=config.rollout.agent is not None
+            ),
+            inputs.tokenizer,
+        ),
     )
 
 
-def _reward(inputs: Inputs, reward_model: TrainGroup | None, policy: FaultPolicy) -> RewardFunction:
+def _reward(
+    inputs: Inputs, reward_model: TrainGroup | None, policy: FaultPolicy, *, environment: bool
+) -> RewardFunction:
     rewards: list[tuple[str, RewardFunction]] = []
     if inputs.reward_function is not None:
         rewards.append(("function", inputs.reward_function))
+    if environment:
+        rewards.append(("environment", EnvironmentReward()))
     if reward_model is not None:
         rewards.append(("model", ModelReward(reward_model)))
     reward = rewards[0][1] if len(rewards) == 1 else CombinedReward(dict(rewards))

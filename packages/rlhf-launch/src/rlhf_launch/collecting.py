@@ -13,7 +13,7 @@ from rlhf_core import DeadlineExceeded, Failed, RewardError, SamplingConfig, Sco
 from rlhf_rollout.overlapped_scoring import ScoredGroup, score_as_finished
 
 from rlhf_launch.prompts import Prompt
-from rlhf_launch.sampling_step import sample_group
+from rlhf_launch.sampling_step import group_sampler
 
 if TYPE_CHECKING:
     from rlhf_launch.online import OnlineRun
@@ -106,13 +106,14 @@ def sample_and_score(
         RewardError: a reward failed and the policy is to stop.
     """
     timeout_s, rewarder = run.config.placement.timeout_s, run.roles.rewarder
+    agent, seed = run.config.rollout.agent, run.config.seed
+    sample = group_sampler(run.roles.pool, sampling, agent, rewarder.tokenizer, seed=seed)
     begin = time.perf_counter()
     finished: list[float] = []
     scored: dict[int, ScoredGroup] = {}
 
     async def generate(index: int, prompt: Prompt) -> Sequence[Trajectory]:
-        request_id = f"{label}/{index}"
-        group = await sample_group(run.roles.pool, prompt, sampling, request_id, n=samples, seed=run.config.seed)
+        group = await sample(prompt, f"{label}/{index}", samples)
         finished.append(time.perf_counter())
         return group
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_algos.recipes import GRPO, PPO
-from rlhf_core import ConfigError, OptimizerConfig, SamplingConfig
+from rlhf_core import ConfigError, OptimizerConfig
 from rlhf_core.engines import DType
 from rlhf_rollout.reward_policy import FaultPolicy
+
+from rlhf_launch.rollout_config import RolloutSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardSection:
-    """Where scores come from: a Python function, a reward model, or both (their sum)."""
+    """Where scores come from: a Python function, a reward model, the environment of `rollout.agent`; their sum."""
 
     function: str | None = None
     """`module:function`; called with `completions` and `prompts` and the data's other columns."""
@@ -67,10 +69,6 @@ class RewardSection:
     """Deadline for the function on the samples of one prompt."""
     policy: FaultPolicy = field(default_factory=FaultPolicy)
     """What happens when it fails: attempts, then `stop` the run or `drop` the samples at fault."""
-
-    def __post_init__(self) -> None:
-        if self.function is None and self.model is None:
-            raise ConfigError("no reward: give reward.function ('module:function') or reward.model (a path)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,23 +83,6 @@ class AlgorithmSection:
     def recipe(self) -> GRPO | PPO:
         """The chosen one."""
         return self.grpo if self.name == "grpo" else self.ppo
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicSampling:
-    """Replace groups whose scores are all equal by new prompts (DAPO)."""
-
-    max_rounds: int = 4
-    """Further rounds of prompts per step at most; a step that is still short trains on what it has."""
-    oversample: float = 1.0
-    """Prompts taken for each one missing; accepted groups beyond the step's size open the next step."""
-
-    def __post_init__(self) -> None:
-        if self.max_rounds < 1 or self.oversample < 1:
-            raise ConfigError(
-                "rollout.dynamic_sampling: max_rounds and oversample must be at least 1, got "
-                f"{self.max_rounds} and {self.oversample}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,30 +111,6 @@ class EvaluationSection:
             raise ConfigError(
                 "evaluations: several samples of a prompt need temperature > 0; greedy ones are equal"
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSection:
-    """How samples are generated."""
-
-    backend: str = "auto"
-    """`auto` (vllm where installed, else transformers), an installed backend's name, or `module:Class`."""
-    engines: int = 1
-    samples_per_prompt: int = 8
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=256))
-    dynamic_sampling: DynamicSampling | None = None
-    """Off if not given."""
-    max_model_len: int = 0
-    """Prompt plus response tokens; 0 means data.max_prompt_tokens + sampling.max_tokens."""
-    max_num_seqs: int = 256
-    tensor_parallel_size: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the chosen backend."""
-
-    def __post_init__(self) -> None:
-        for name in ("engines", "samples_per_prompt"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +184,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        if self.reward.function is None and self.reward.model is None and self.rollout.agent is None:
+            raise ConfigError("no reward: give reward.function ('module:function') or reward.model (a path)")
         samples = self.train.prompts_per_step * self.rollout.samples_per_prompt
         if samples < self.train.minibatches * self.train.ranks:
             raise ConfigError(
@@ -239,11 +198,14 @@ class RunConfig:
             )
         if self.rollout.max_model_len and self.rollout.max_model_len < self.max_model_len_needed:
             raise ConfigError(
-                f"rollout.max_model_len={self.rollout.max_model_len} is less than data.max_prompt_tokens + "
-                f"rollout.sampling.max_tokens = {self.max_model_len_needed}"
+                f"rollout.max_model_len={self.rollout.max_model_len} is less than the {self.max_model_len_needed} "
+                "tokens of the longest sample (data.max_prompt_tokens + rollout.sampling.max_tokens, or "
+                "rollout.agent.max_tokens)"
             )
 
     @property
     def max_model_len_needed(self) -> int:
-        """Tokens of the longest prompt plus the longest response."""
+        """Tokens of the longest prompt plus the longest response, or of the longest episode."""
+        if self.rollout.agent is not None:
+            return self.rollout.agent.max_tokens
         return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens

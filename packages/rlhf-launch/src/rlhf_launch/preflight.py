@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_algos.data import DataSource, read_rows
 from rlhf_algos.torch_models import check_model_path
-from rlhf_core import ConfigError, RewardFunction
+from rlhf_core import ConfigError, RewardFunction, load_object
 from rlhf_rollout import PythonReward
 
 from rlhf_launch.components import Components, choose_components
@@ -48,6 +48,8 @@ def check_inputs(config: RunConfig) -> Inputs:
     reward = None
     if config.reward.function is not None:
         reward = PythonReward(config.reward.function, timeout_s=config.reward.timeout_s)
+    if config.rollout.agent is not None:
+        load_object(config.rollout.agent.environment, what="rollout.agent.environment")
     tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
     prompts, held_out, dropped = _prompts(config, tokenizer)
     return Inputs(

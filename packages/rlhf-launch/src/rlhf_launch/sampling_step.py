@@ -1,14 +1,17 @@
-"""Prompts to trajectories: one request per prompt for all its samples."""
+"""Prompts to trajectories: one request per prompt for all its samples, or episodes in an environment."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, SamplingConfig, Trajectory
+from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, SamplingConfig, Trajectory, load_object
+from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
 
 from rlhf_launch.prompts import Prompt
+from rlhf_launch.rollout_config import AgentSection
 from rlhf_launch.rollout_pool import RolloutPool
 
 
@@ -39,6 +42,44 @@ async def sample_group(
         seed=request_seed(seed, request_id),
     )
     return trajectories_of(prompt, await pool.generate(request))
+
+
+GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory]]]
+"""(prompt, id unique in the run, samples) to the samples; some may be missing if their environment failed."""
+
+
+def group_sampler(
+    pool: RolloutPool, sampling: SamplingConfig, agent: AgentSection | None, tokenizer: Any, *, seed: int
+) -> GroupSampler:
+    """What draws the samples of one prompt: single responses, or an agent's episodes."""
+    if agent is None:
+        return lambda prompt, label, n: sample_group(pool, prompt, sampling, label, n=n, seed=seed)
+    loop = AgentLoop(
+        pool,
+        load_object(agent.environment, what="rollout.agent.environment"),
+        tokenizer,
+        AgentConfig(
+            sampling=sampling,
+            max_turns=agent.max_turns,
+            max_tokens=agent.max_tokens,
+            step_timeout_s=agent.step_timeout_s,
+            episode_timeout_s=agent.episode_timeout_s,
+            on_error=agent.on_error,
+        ),
+        parse_tool_calls=tool_call_parser(tokenizer),
+    )
+
+    async def play(prompt: Prompt, label: str, n: int) -> list[Trajectory]:
+        task = AgentTask(
+            group_id=label,
+            prompt_token_ids=prompt.token_ids,
+            metadata={**prompt.metadata, "prompt": prompt.text},
+            episodes=n,
+            seed=request_seed(seed, label),
+        )
+        return [episode for episode in await loop.run_group(task) if isinstance(episode, Trajectory)]
+
+    return play
 
 
 def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory]:

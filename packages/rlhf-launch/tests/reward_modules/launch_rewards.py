@@ -18,3 +18,22 @@ def too_few(completions, **columns):
 
 
 not_a_function = 3
+
+
+class CountToThree:
+    """An environment of up to three turns: each alphanumeric character is worth a little."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, metadata):
+        from rlhf_core import Observation
+
+        return Observation()
+
+    def step(self, turn):
+        from rlhf_core import Observation
+
+        self.turns += 1
+        reward = sum(c.isalnum() for c in turn.text) / 10
+        return Observation(text=f" turn {self.turns} ", reward=reward, done=self.turns == 3)
