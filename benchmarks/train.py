@@ -13,8 +13,8 @@ Every case runs in a process of its own, one rank, one thread, float32, on the s
 
 Times are CPU seconds, so that other work on the machine counts less, and the first update is left out. Tokens are
 those of the data, padding not counted. Peak memory is the highest resident memory during an update, above that of
-the process before its engines. The last table needs no model: how much longer the slowest of several ranks has to work
-than their mean, rows dealt as they arrive and as rlhf-launch deals them. The exit code is 1 if `packed` is not
+the process before its engines. The last table needs no model: how much longer the slowest of several ranks has to
+work than their mean, rows dealt as they arrive and as rlhf-launch deals them. The exit code is 1 if `packed` is not
 `--target` times as fast as `padded`.
 """
 

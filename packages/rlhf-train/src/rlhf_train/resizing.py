@@ -29,8 +29,8 @@ def load_resized(engine: Any, path: Path, tag: str, *, ranks: TrainingRanks) -> 
     """
     if "Muon" in type(engine.basic_optimizer).__name__:
         raise ConfigError(
-            f"the checkpoint in {str(path)!r} was written by another number of ranks, and Muon's momentum cannot be "
-            "dealt anew; resume with as many ranks, or start from an export"
+            f"the checkpoint in {str(path)!r} was written by another number of ranks, and Muon's momentum cannot "
+            "be dealt anew; resume with as many ranks, or start from an export"
         )
     convert(path, tag, ranks=ranks)
     # DeepSpeed gives every group the settings of the first one; ours differ in weight decay.
