@@ -3,10 +3,11 @@
     python benchmarks/weight_sync.py [--ranks 2] [--repeats 3] [--no-vllm]
 
 The trainer is DeepSpeed ZeRO-3 on `--ranks` processes, the generator one vLLM engine in a process of its own
-(with --no-vllm a receiver that copies into plain tensors). `move` is a transport with buckets that are flat already,
-`pack+move` takes them from the model's full tensors, `whole` is a sync with gathering and loading. Every number is the best of `--repeats` after a warm-up, all in
-one run. The per-parameter way is what existing frameworks do: for each parameter a gather, a call to the engine, a
-broadcast, a wait. Its calls go over a pipe here, which is faster than their RPC.
+(with --no-vllm a receiver that copies into plain tensors). `move` is a transport with buckets that are already
+flat, `pack+move` takes them from the model's full tensors, `whole` is a sync with gathering and loading. Every number is
+the best of `--repeats` after a warm-up, all in one run. The per-parameter way is what existing frameworks do: for
+each parameter a gather, a call to the engine, a broadcast, a wait. Its calls go over a pipe here, which is faster
+than their RPC.
 """
 
 from __future__ import annotations
@@ -513,9 +514,9 @@ def report(found: dict[str, Any]) -> None:
     for kind, row in found["transports"].items():
         bound = found["bounds"][kind]
         print(
-            f"{kind:5} {bound:5.2f}s {row['move_s']:5.2f}s {bound / row['move_s']:5.0%} {row['pack_and_move_s']:10.2f}s "
-            f"{row['whole_s']:5.2f}s {slow['whole_s'] / row['whole_s']:10.2f}x {row['whole_s'] / load:8.2f}x "
-            f"{row['calls']:5} {row['sender_mib']:12.0f}, {row['engine_mib']:.0f}"
+            f"{kind:5} {bound:5.2f}s {row['move_s']:5.2f}s {bound / row['move_s']:5.0%} "
+            f"{row['pack_and_move_s']:10.2f}s {row['whole_s']:5.2f}s {slow['whole_s'] / row['whole_s']:10.2f}x "
+            f"{row['whole_s'] / load:8.2f}x {row['calls']:5} {row['sender_mib']:12.0f}, {row['engine_mib']:.0f}"
         )
     small = found["small"]
     print(f"\n{SMALL} tensors of 1 KiB: per parameter {small['per_parameter'] * 1e3:.0f} ms", end="")
