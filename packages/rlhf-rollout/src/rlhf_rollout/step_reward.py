@@ -169,8 +169,8 @@ class StepReward:
 def split_steps(text: str, separator: str) -> list[str]:
     """Steps with their separators; what has no more than space in it joins the step before.
 
-    >>> split_steps("a\n\nb\n\n", "\n\n"), split_steps("  ", ".")
-    (['a\n\n', 'b\n\n'], [])
+    >>> split_steps("a;b; ;", ";"), split_steps("  ", ";")
+    (['a;', 'b; ;'], [])
     """
     pieces = text.split(separator)
     steps: list[str] = []
