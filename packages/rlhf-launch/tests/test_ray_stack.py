@@ -3,6 +3,7 @@
 Everything is started once; the tests run in order on the same workers.
 """
 
+import dataclasses
 import json
 import math
 
@@ -142,6 +143,28 @@ def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):
     with torch.no_grad():
         exported = model_outputs(model, batch, ("log_probs",)).log_probs
     assert torch.allclose(exported, run.roles.policy.score(batch).log_probs, atol=1e-5)
+
+
+def test_a_killed_generator_is_replaced_and_no_sample_is_lost(run):
+    import threading
+
+    import ray
+
+    prompts = run.prompts.take(6)
+    actor = run.roles.pool._handles[0]._actor
+    killer = threading.Timer(0.05, ray.kill, [actor])
+    long = dataclasses.replace(run.config.rollout.sampling, max_tokens=12, min_tokens=12)
+    killer.start()
+    groups, _, dropped = sample_and_score(run, prompts * 40, long, label="killed", samples=2)
+    killer.join()
+    assert run.roles.pool._handles[0]._actor is not actor
+    assert not run.roles.pool.lost
+    assert dropped == 0
+    assert len({t.sample_id for g in groups for t in g.trajectories}) == 6 * 40 * 2
+    version = run.roles.sync.version
+    assert {v for g in groups for t in g.trajectories for v in t.weight_versions} == {-1, version}
+    assert mismatch(run, "replaced") < 1e-4
+    assert run.roles.sync(version + 1).version == version + 1
 
 
 def test_more_workers_than_the_cluster_has_are_refused(run, folder, tmp_path):

@@ -14,6 +14,7 @@ from rlhf_rollout import CombinedReward, EnvironmentReward, FaultPolicy, ModelRe
 
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.config import RunConfig
+from rlhf_launch.engine_replacement import EngineReplacement
 from rlhf_launch.handles import Handle
 from rlhf_launch.online import OnlineRun, Roles, report_evaluations, train
 from rlhf_launch.placement import Executor, open_executor, roles_of, rollout_plans, training_plans
@@ -95,7 +96,7 @@ def _place_roles(
     handles: list[Handle] = list(
         executor.place([*(plan for plans_ in plans.values() for plan in plans_), *engines])
     )
-    for handle in handles:
+    for handle in handles[: -len(engines)]:
         stack.callback(handle.close)
     timeout_s = config.placement.timeout_s
     groups: dict[str, TrainGroup] = {}
@@ -103,17 +104,22 @@ def _place_roles(
         groups[role] = TrainGroup(role, handles[: len(role_plans)], timeout_s=timeout_s)
         handles = handles[len(role_plans) :]
     pool = RolloutPool(handles, timeout_s=timeout_s)
+    stack.callback(pool.close)
     for role, group in groups.items():
         reporter.say(f"  {role}: {group.ranks} rank(s) of {inputs.components.engine}, {group.start():.1f} s")
     reporter.say(f"  rollout: {pool.engines} engine(s) of {inputs.components.backend}, {pool.start():.1f} s")
     sync = WeightSync(groups["policy"], pool, transports=executor.transports, timeout_s=timeout_s)
     reporter.say(f"  weights travel by {sync.transport}")
+    limit = config.placement.max_restarts
+    replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=timeout_s)
+    pool.replace_with(replacement)
     return Roles(
         policy=groups["policy"],
         critic=groups.get("critic"),
         reference=groups.get("reference"),
         pool=pool,
         sync=sync,
+        replacement=replacement,
         rewarder=Rewarder(
             _reward(
                 inputs, groups.get("reward"), config.reward.policy, environment=config.rollout.agent is not None

@@ -154,6 +154,8 @@ class PlacementSection:
     """CPU cores reserved per worker. Workers mostly take turns, so a share of a core is enough on a CPU box."""
     gpus_per_worker: float = 1.0
     """GPUs reserved per worker (on cuda)."""
+    max_restarts: int = 3
+    """Rollout engines that are replaced in a run after they died."""
     timeout_s: float = 900.0
     """Deadline of every wait on workers."""
 

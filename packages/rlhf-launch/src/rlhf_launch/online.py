@@ -13,6 +13,7 @@ from rlhf_core import Batch, Mean, Score, StepReport, Trajectory, collate
 
 from rlhf_launch.collecting import collect
 from rlhf_launch.config import RunConfig
+from rlhf_launch.engine_replacement import EngineReplacement
 from rlhf_launch.evaluation import HeldOut, evaluate
 from rlhf_launch.prompts import PromptStream
 from rlhf_launch.report import PhaseClock, Reporter, sample_metrics, step_metrics
@@ -32,6 +33,7 @@ class Roles:
     reference: TrainGroup | None
     pool: RolloutPool
     sync: WeightSync
+    replacement: EngineReplacement
     rewarder: Rewarder
 
 
@@ -57,6 +59,9 @@ def train(run: OnlineRun) -> None:
         collected = collect(run, step)
         trajectories, scores = collected.trajectories, collected.scores
         clock.add(collected.seconds)
+        if roles.pool.lost:
+            with clock("replacement"):
+                roles.replacement()
         with clock("score"):
             batch = add_model_outputs(collate(trajectories), roles)
             batch = batch.with_columns(truncated=torch.tensor([t.truncated for t in trajectories]))

@@ -50,6 +50,10 @@ class Executor(Protocol):
         """Start all workers; a handle for each, in order."""
         ...
 
+    def restart(self, name: str) -> Handle:
+        """Start a worker anew in the room of the one of this name, which is closed or dead."""
+        ...
+
     def close(self) -> None:
         """Give everything back; may be called twice."""
         ...
@@ -60,9 +64,18 @@ class LocalExecutor:
 
     transports = ("local",)
 
+    def __init__(self) -> None:
+        self._plans: dict[str, WorkerPlan] = {}
+
     def place(self, plans: Sequence[WorkerPlan]) -> list[LocalHandle]:
         """See Executor."""
-        return [LocalHandle(plan.name, lambda plan=plan: plan.worker(*plan.arguments)) for plan in plans]
+        self._plans |= {plan.name: plan for plan in plans}
+        return [self.restart(plan.name) for plan in plans]
+
+    def restart(self, name: str) -> LocalHandle:
+        """See Executor."""
+        plan = self._plans[name]
+        return LocalHandle(name, lambda: plan.worker(*plan.arguments))
 
     def close(self) -> None:
         """Nothing beyond the handles to give back."""

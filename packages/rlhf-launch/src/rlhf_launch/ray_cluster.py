@@ -30,6 +30,7 @@ class RayCluster:
         self._ray = ray
         self._timeout_s = timeout_s
         self._group: Any = None
+        self._slots: dict[str, tuple[int, WorkerPlan]] = {}
         self._owned = not ray.is_initialized()
         if self._owned:
             self._start(address)
@@ -70,7 +71,6 @@ class RayCluster:
     def place(self, plans: Sequence[WorkerPlan]) -> list[RayHandle]:
         """Reserve room for all workers at once, then start them all (they meet while starting)."""
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.check_resources(plans)
         bundles = [{"CPU": plan.cpus, **({"GPU": plan.gpus} if plan.gpus else {})} for plan in plans]
@@ -80,21 +80,28 @@ class RayCluster:
                 f"the Ray cluster gave no room for {len(plans)} workers within {self._timeout_s:g} s; other jobs "
                 "may hold its resources (see `ray status`)"
             )
-        handles = []
-        for index, plan in enumerate(plans):
-            options: dict[str, Any] = {
-                "num_cpus": plan.cpus,
-                "num_gpus": plan.gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=index
-                ),
-                "runtime_env": {"env_vars": dict(plan.environment)},
-            }
-            if plan.concurrency is not None:
-                options["max_concurrency"] = plan.concurrency
-            actor = self._ray.remote(plan.worker).options(**options).remote(*plan.arguments)
-            handles.append(RayHandle(plan.name, actor))
-        return handles
+        self._slots = {plan.name: (index, plan) for index, plan in enumerate(plans)}
+        return [self._start_worker(plan.name) for plan in plans]
+
+    def restart(self, name: str) -> RayHandle:
+        """Start a worker anew in the room of the one of this name, which must be gone or about to go."""
+        return self._start_worker(name)
+
+    def _start_worker(self, name: str) -> RayHandle:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        index, plan = self._slots[name]
+        options: dict[str, Any] = {
+            "num_cpus": plan.cpus,
+            "num_gpus": plan.gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            ),
+            "runtime_env": {"env_vars": dict(plan.environment)},
+        }
+        if plan.concurrency is not None:
+            options["max_concurrency"] = plan.concurrency
+        return RayHandle(name, self._ray.remote(plan.worker).options(**options).remote(*plan.arguments))
 
     def close(self) -> None:
         """Give the room back; stops Ray if this object started it."""

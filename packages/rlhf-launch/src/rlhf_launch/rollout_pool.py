@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_core import BackendCapabilities, ConfigError, GenerationRequest, GenerationResult, Link, WeightManifest
+from rlhf_core import (
+    BackendCapabilities,
+    ConfigError,
+    EngineDiedError,
+    GenerationRequest,
+    GenerationResult,
+    Link,
+    WeightManifest,
+)
 
 from rlhf_launch.handles import Handle, call_all, gather
 from rlhf_launch.least_loaded import LeastLoaded
@@ -21,6 +29,7 @@ class RolloutPool:
         self._timeout_s = timeout_s
         self._capabilities: list[BackendCapabilities] = []
         self._lost: dict[int, str] = {}
+        self._replace_lost: Callable[[], None] = self._none_left
 
     def start(self) -> float:
         """Wait until all engines are up; returns the seconds of the slowest."""
@@ -42,6 +51,14 @@ class RolloutPool:
     def lost(self) -> dict[int, str]:
         """Engines that are gone, with the reason."""
         return dict(self._lost)
+
+    def name_of(self, engine: int) -> str:
+        """The name of an engine's worker."""
+        return self._handles[engine].name
+
+    def retire(self, engine: int) -> None:
+        """Close what is left of a lost engine, so that its room is free."""
+        self._handles[engine].close()
 
     def drop(self, engine: int, reason: str) -> None:
         """Send nothing more to an engine that is gone."""
@@ -88,12 +105,33 @@ class RolloutPool:
         )
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Run one request on the engine with the fewest samples under way."""
-        engine = self._loads.take(request.n)
-        try:
-            return await asyncio.wrap_future(self._handles[engine].call("generate", request))
-        finally:
-            self._loads.give_back(engine, request.n)
+        """Run one request on the engine with the fewest samples under way.
+
+        If the engine dies, the request starts again on another one; what the dead one had sampled of it is not
+        used. Once none is left, the replacement (see `replace_with`) is waited for.
+
+        Raises:
+            EngineDiedError: no engine is left and none can be had.
+        """
+        while True:
+            if not self.live:
+                await asyncio.to_thread(self._replace_lost)
+            engine = self._loads.take(request.n)
+            handle = self._handles[engine]
+            try:
+                return await asyncio.wrap_future(handle.call("generate", request))
+            except EngineDiedError as error:
+                if self._handles[engine] is handle:  # not replaced meanwhile
+                    self.drop(engine, str(error))
+            finally:
+                self._loads.give_back(engine, request.n)
+
+    def replace_with(self, replace_lost: Callable[[], None]) -> None:
+        """How lost engines are replaced once none is left; without it their loss ends the run."""
+        self._replace_lost = replace_lost
+
+    def _none_left(self) -> None:
+        raise EngineDiedError(f"no rollout engine is left: {'; '.join(self._lost.values())}")
 
     def connect(self, link: Link) -> list[Any]:
         """Let every live engine join a weight link; returns futures in the order of `live`."""

@@ -1,0 +1,120 @@
+"""Lost engines: requests go elsewhere, replacements come up with the right weights, limits hold."""
+
+import asyncio
+import types
+
+import pytest
+from rlhf_core import (
+    BackendCapabilities,
+    EngineDiedError,
+    GenerationRequest,
+    GenerationResult,
+    Sample,
+    SamplingConfig,
+)
+from rlhf_launch.engine_replacement import EngineReplacement
+from rlhf_launch.handles import LocalHandle
+from rlhf_launch.rollout_pool import RolloutPool
+
+
+class Engine:
+    """Dies at its `dies_at`-th request."""
+
+    def __init__(self, dies_at=None):
+        self.served = 0
+        self.dies_at = dies_at
+
+    async def start(self):
+        return 0.0
+
+    async def capabilities(self):
+        return BackendCapabilities(transports=frozenset({"local"}))
+
+    async def generate(self, request):
+        self.served += 1
+        if self.dies_at is not None and self.served >= self.dies_at:
+            raise EngineDiedError("out of memory")
+        await asyncio.sleep(0.001)
+        sample = Sample(token_ids=(1,), log_probs=(-1.0,), weight_versions=(0,), finish_reason="stop")
+        return GenerationResult(request_id=request.request_id, samples=(sample,) * request.n)
+
+    def close(self):
+        pass
+
+
+class Executor:
+    """Restarts healthy engines, or ones that die at once."""
+
+    def __init__(self, dies_at=None):
+        self.restarted = []
+        self.dies_at = dies_at
+
+    def restart(self, name):
+        self.restarted.append(name)
+        return LocalHandle(name, lambda: Engine(self.dies_at))
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make(*engines, executor, limit=3, version=None):
+        pool = RolloutPool(
+            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(engines)], timeout_s=10
+        )
+        pool.start()
+        brought_up = []
+        sync = types.SimpleNamespace(version=version)
+        sync.bring_up = lambda engine: (brought_up.append(engine), pool.admit(engine))
+        replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=10)
+        pool.replace_with(replacement)
+        pools.append(pool)
+        return pool, replacement, brought_up
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def run_all(pool, count=20):
+    async def everything():
+        requests = [
+            GenerationRequest(
+                request_id=str(i), prompt_token_ids=(1,), sampling=SamplingConfig(max_tokens=1), n=2, seed=i
+            )
+            for i in range(count)
+        ]
+        return await asyncio.gather(*(pool.generate(request) for request in requests))
+
+    return asyncio.run(everything())
+
+
+def test_requests_of_a_dead_engine_go_to_another_once(make_pool):
+    healthy, executor = Engine(), Executor()
+    pool, replacement, brought_up = make_pool(Engine(dies_at=3), healthy, executor=executor, version=7)
+    results = run_all(pool)
+    assert [result.request_id for result in results] == [str(i) for i in range(20)]
+    assert pool.live == [1]
+    assert "out of memory" in pool.lost[0]
+    assert executor.restarted == []  # another engine was left, so nobody waited
+    replacement()
+    assert executor.restarted == ["rollout-0"]
+    assert brought_up == [0]
+    assert pool.live == [0, 1]
+    assert len(run_all(pool)) == 20
+
+
+def test_when_none_is_left_the_replacement_is_waited_for(make_pool):
+    executor = Executor()
+    pool, _, brought_up = make_pool(Engine(dies_at=2), executor=executor)
+    assert len(run_all(pool)) == 20
+    assert executor.restarted == ["rollout-0"]
+    assert brought_up == []  # nothing was synced before: the weights on disk are the right ones
+
+
+def test_an_engine_that_keeps_dying_ends_the_run_with_the_reason(make_pool):
+    executor = Executor(dies_at=1)
+    pool, _, _ = make_pool(Engine(dies_at=1), executor=executor, limit=2, version=1)
+    with pytest.raises(EngineDiedError, match=r"after 2 replacements.*out of memory"):
+        run_all(pool)
+    assert executor.restarted == ["rollout-0", "rollout-0"]
