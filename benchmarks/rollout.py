@@ -211,8 +211,8 @@ def bench_rewards(vllm: Any, requests: Sequence[GenerationRequest], repeats: int
     from rlhf_rollout import PythonReward
 
     groups = [replace(request, request_id=f"g{index}", n=GROUP) for index, request in enumerate(requests[::GROUP])]
-    alone = fastest([timed(lambda: asyncio.run(gather(vllm, groups))) for _ in range(repeats + 1)])
-    delay = 0.04 * alone["wall"]
+    asyncio.run(gather(vllm, groups))  # warm-up
+    delay = 0.04 * timed(lambda: asyncio.run(gather(vllm, groups)))["wall"]
 
     def slow(completions: list[str]) -> list[float]:
         time.sleep(delay)
@@ -229,8 +229,15 @@ def bench_rewards(vllm: Any, requests: Sequence[GenerationRequest], repeats: int
     async def everything() -> None:
         await asyncio.gather(*(one(request) for request in groups))
 
-    together = fastest([timed(lambda: asyncio.run(everything())) for _ in range(repeats + 1)])
-    assert sum(scored) == GROUP * len(groups) * (repeats + 1)
+    seconds = in_turns(
+        {
+            "alone": lambda: asyncio.run(gather(vllm, groups)),
+            "with rewards": lambda: asyncio.run(everything()),
+        },
+        repeats=repeats + 1,
+    )
+    alone, together = seconds["alone"], seconds["with rewards"]
+    assert sum(scored) == GROUP * len(groups) * (repeats + 2)
     ratio = together["wall"] / alone["wall"]
     print(f"rewards of {delay:.2f} s for each of {len(groups)} groups, {delay * len(groups):.2f} s in all")
     print(
