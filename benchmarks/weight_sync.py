@@ -4,10 +4,10 @@
 
 The trainer is DeepSpeed ZeRO-3 on `--ranks` processes, the generator one vLLM engine in a process of its own
 (with --no-vllm a receiver that copies into plain tensors). `move` is a transport with buckets that are already
-flat, `pack+move` takes them from the model's full tensors, `whole` is a sync with gathering and loading. Every number is
-the best of `--repeats` after a warm-up, all in one run. The per-parameter way is what existing frameworks do: for
-each parameter a gather, a call to the engine, a broadcast, a wait. Its calls go over a pipe here, which is faster
-than their RPC.
+flat, `pack+move` takes them from the model's full tensors, `whole` is a sync with gathering and loading. Every
+number is the best of `--repeats` after a warm-up, all in one run. The per-parameter way is what existing frameworks
+do: for each parameter a gather, a call to the engine, a broadcast, a wait. Its calls go over a pipe here, which is
+faster than their RPC.
 """
 
 from __future__ import annotations
