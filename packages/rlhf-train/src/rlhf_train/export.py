@@ -23,12 +23,15 @@ def export_model(model: Any, path: Path, *, ranks: TrainingRanks, shard_bytes: i
     buckets = manifest.buckets()
     index: dict[str, str] = {}
     for number, bucket in enumerate(buckets, start=1):
-        tensors = weights.gather(bucket)
+        content = {}
+        # All ranks go through the bucket, as each gather is theirs together. Copies: ZeRO's parameters are views
+        # into flat buffers, which safetensors would take for tied weights.
+        for key, tensor in weights.gather(bucket):
+            if ranks.info.rank == 0:
+                content[key] = tensor.cpu().clone().contiguous()
         if ranks.info.rank != 0:
             continue
         name = "model.safetensors" if len(buckets) == 1 else f"model-{number:05}-of-{len(buckets):05}.safetensors"
-        # Copies: ZeRO's parameters are views into flat buffers, which safetensors would take for tied weights.
-        content = {key: tensor.cpu().clone().contiguous() for key, tensor in tensors}
         save_file(content, path / name, metadata={"format": "pt"})
         index |= dict.fromkeys(content, name)
     if ranks.info.rank == 0:
