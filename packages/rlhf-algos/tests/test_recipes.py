@@ -174,3 +174,21 @@ def test_own_function_that_is_not_there():
 def test_scores_that_are_not_finite_stop_here():
     with pytest.raises(ValueError, match="not finite"):
         GRPO().prepare(batch(), torch.tensor([1.0, float("nan"), 0.0, 0.0]), IDS, 0.0)
+
+
+def test_ppo_gives_rewards_of_turns_where_they_fell():
+    """Two turns of one token, an environment token between: 0.5 for the first, the other 1.5 of 2 at the end."""
+    mask = torch.tensor([[False, True, False, True]])
+    batch = Batch(
+        token_ids=torch.ones(1, 4, dtype=torch.long),
+        attention_mask=torch.ones(1, 4, dtype=torch.bool),
+        response_mask=mask,
+        columns={
+            "values": torch.zeros(1, 4),
+            "old_log_probs": torch.zeros(1, 4),
+            "rewards": torch.tensor([[0.0, 0.5, 0.0, 0.0]]),
+        },
+    )
+    recipe = PPO(gamma=1.0, lam=1.0, whiten=False)
+    prepared, _ = recipe.prepare(batch, torch.tensor([2.0]), torch.tensor([0]), kl_coef=0.0)
+    assert prepared["returns"].tolist() == [[0.0, 2.0, 0.0, 1.5]]

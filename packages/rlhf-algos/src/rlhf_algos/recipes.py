@@ -143,13 +143,18 @@ class PPO(PolicyRecipe):
         """Add `advantages`, `returns` and `old_values` [rows, length] (and `importance_weights`); see Recipe.
 
         Columns read: `values`, `old_log_probs` (without it `rollout_log_probs` stands in), `ref_log_probs` if there
-        is a reference, `truncated` for truncation penalties.
+        is a reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell
+        at certain tokens.
         """
         batch = with_old_log_probs(batch)
         scores, batch, metrics = shape_scores(scores, batch, self.shaping)
         coef = 0.0 if self.kl_in == "loss" else kl_coef
         rewards, kl = token_rewards(scores, batch, kl_coef=coef, kl_estimator=self.kl_estimator)
         mask = batch.response_mask
+        if "rewards" in batch:
+            # What the score says of single turns or steps is given there, the rest of it at the end.
+            steps = batch["rewards"].masked_fill(~mask, 0)
+            rewards = rewards + steps - place_scores(steps.sum(dim=1), mask)
         advantages, returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=self.lam)
         metrics |= kl | {"advantage_before_whitening": mean_of(advantages, mask)}
         if self.whiten:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,6 +76,8 @@ def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter
         stack.callback(executor.close)
         roles = _place_roles(config, inputs, executor, stack, reporter)
         reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
+        # What is there now stays: the collector need not look through it again with every request in flight.
+        gc.freeze()
         yield OnlineRun(
             config=config,
             recipe=config.algorithm.recipe,
@@ -108,7 +111,9 @@ def _place_roles(
     for role, group in groups.items():
         reporter.say(f"  {role}: {group.ranks} rank(s) of {inputs.components.engine}, {group.start():.1f} s")
     reporter.say(f"  rollout: {pool.engines} engine(s) of {inputs.components.backend}, {pool.start():.1f} s")
-    sync = WeightSync(groups["policy"], pool, transports=executor.transports, timeout_s=timeout_s)
+    sync = WeightSync(
+        groups["policy"], pool, transports=executor.transports, timeout_s=timeout_s, options=config.weight_sync
+    )
     reporter.say(f"  weights travel by {sync.transport}")
     limit = config.placement.max_restarts
     replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=timeout_s)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rlhf_algos.data import DataSource, read_rows
 from rlhf_algos.torch_models import check_model_path
-from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, RewardFunction, check_scores
+from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, RewardFunction, Score, check_scores
 from rlhf_rollout import PythonReward
 
 from rlhf_launch.components import choose_components
@@ -211,6 +211,6 @@ class _Work:
             ]
             scores = await self._reward.score(trajectories, texts)
             check_scores(scores, trajectories, source=str(config.reward and config.reward.function))
-            self.scores.extend(score.value for score in scores)
+            self.scores.extend(score.value for score in scores if isinstance(score, Score))
         self.tokens += sum(sample.length for sample in result.samples)
         self._rows.append(make_row(prompt, result, texts, scores))

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_core import DeadlineExceeded, Failed, RewardError, SamplingConfig, Score, Trajectory
@@ -143,4 +143,6 @@ async def _within(work: Callable[[], Awaitable[None]], timeout_s: float) -> None
 def _without_failures(group: ScoredGroup) -> Group:
     pairs = zip(group.trajectories, group.scores, strict=True)
     kept = [(trajectory, score) for trajectory, score in pairs if not isinstance(score, Failed)]
-    return Group(trajectories=tuple(t for t, _ in kept), scores=tuple(s for _, s in kept))
+    # Where a score says that its parts fell (a process reward) travels with the tokens.
+    placed = [replace(t, rewards=score.rewards) if score.rewards else t for t, score in kept]
+    return Group(trajectories=tuple(placed), scores=tuple(s for _, s in kept))

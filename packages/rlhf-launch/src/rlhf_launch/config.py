@@ -12,6 +12,7 @@ from rlhf_core.engines import DType
 from rlhf_rollout.reward_policy import FaultPolicy
 
 from rlhf_launch.rollout_config import RolloutSection
+from rlhf_launch.sync_options import SyncOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +172,7 @@ class RunConfig:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     train: TrainSection = field(default_factory=TrainSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
+    weight_sync: SyncOptions = field(default_factory=SyncOptions)
     output_dir: str = "runs/rlhf"
     steps: int = 100
     seed: int = 0

@@ -233,8 +233,9 @@ class TransportConformance:
         manifest = source.manifest(checksums=True)
         sender, (end,) = self.connected(timeout_s=5)
         taking = Beside(lambda: self.received(end, manifest))
+        damaging: Any = _Damaging(sender)
         with pytest.raises((WeightSyncError, DeadlineExceeded)):
-            send_weights(source, manifest, _Damaging(sender))
+            send_weights(source, manifest, damaging)
         with pytest.raises(WeightSyncError, match=r"checksum of bucket 1 of weight version 1"):
             taking.result()
         sender.close()

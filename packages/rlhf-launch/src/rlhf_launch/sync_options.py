@@ -1,0 +1,26 @@
+"""The `weight_sync` section of a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_core import ConfigError
+from rlhf_core.weights import DEFAULT_BUCKET_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncOptions:
+    """How weights are sent."""
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
+    checksums: bool = False
+    """Receivers compare a checksum of every bucket."""
+    delta: str = "none"
+    """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.delta)."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"weight sync: bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        if self.delta not in ("none", "tensors", "values"):
+            raise ConfigError(f"weight sync: delta must be none, tensors or values, got {self.delta!r}")
