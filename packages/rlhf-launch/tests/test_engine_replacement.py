@@ -22,6 +22,7 @@ class Engine:
 
     def __init__(self, dies_at=None):
         self.served = 0
+        self.delay_s = 0.001
         self.dies_at = dies_at
 
     async def start(self):
@@ -34,7 +35,7 @@ class Engine:
         self.served += 1
         if self.dies_at is not None and self.served >= self.dies_at:
             raise EngineDiedError("out of memory")
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(self.delay_s)
         sample = Sample(token_ids=(1,), log_probs=(-1.0,), weight_versions=(0,), finish_reason="stop")
         return GenerationResult(request_id=request.request_id, samples=(sample,) * request.n)
 
@@ -110,6 +111,13 @@ def test_when_none_is_left_the_replacement_is_waited_for(make_pool):
     assert len(run_all(pool)) == 20
     assert executor.restarted == ["rollout-0"]
     assert brought_up == []  # nothing was synced before: the weights on disk are the right ones
+
+
+def test_a_sample_under_way_on_an_engine_that_is_given_up_is_drawn_again(make_pool):
+    slow = Engine(dies_at=2)
+    slow.delay_s = 3600
+    pool, _, _ = make_pool(slow, executor=Executor())
+    assert len(run_all(pool)) == 20
 
 
 def test_an_engine_that_keeps_dying_ends_the_run_with_the_reason(make_pool):

@@ -2,7 +2,7 @@ import asyncio
 import threading
 
 import pytest
-from rlhf_core import DeadlineExceeded
+from rlhf_core import DeadlineExceeded, EngineDiedError
 from rlhf_launch.handles import LocalHandle, gather
 
 
@@ -76,6 +76,13 @@ def test_a_deadline_names_what_was_awaited(handle):
     with pytest.raises(DeadlineExceeded, match="the worker to wake up; 0 of 1"):
         gather([handle.call("hang", event)], what="the worker to wake up", timeout_s=0.05)
     event.set()
+
+
+def test_a_call_under_way_ends_when_the_worker_is_closed(handle):
+    waiting = handle.call("wait_for_gate")
+    handle.close()
+    with pytest.raises(EngineDiedError, match="closed during wait_for_gate"):
+        waiting.result(5)
 
 
 def test_close_twice(handle):

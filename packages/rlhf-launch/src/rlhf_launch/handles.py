@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
-from rlhf_core import DeadlineExceeded
+from rlhf_core import DeadlineExceeded, EngineDiedError
 
 
 class Handle(Protocol):
@@ -38,6 +38,7 @@ class LocalHandle:
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.name = name
+        self._closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -56,8 +57,13 @@ class LocalHandle:
 
         async def run() -> Any:
             worker = await asyncio.wrap_future(self._worker)
-            result = getattr(worker, method)(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            try:
+                result = getattr(worker, method)(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
+            except asyncio.CancelledError:
+                if self._closing:
+                    raise EngineDiedError(f"{self.name} was closed during {method}") from None
+                raise
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
@@ -67,9 +73,18 @@ class LocalHandle:
             return
         if self._worker.exception() is None:
             self.call("close").result()
+        self._closing = True
+        asyncio.run_coroutine_threadsafe(self._cancel_calls(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _cancel_calls(self) -> None:
+        """End what is still under way: whoever waits for it must not wait for ever."""
+        calls = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:

@@ -114,7 +114,7 @@ class RolloutPool:
             EngineDiedError: no engine is left and none can be had.
         """
         while True:
-            if not self.live:
+            while not self.live:
                 await asyncio.to_thread(self._replace_lost)
             engine = self._loads.take(request.n)
             handle = self._handles[engine]
