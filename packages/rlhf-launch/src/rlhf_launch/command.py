@@ -130,6 +130,8 @@ def quiet_libraries() -> None:
     """Only warnings from libraries, unless RLHF_LOG asks for more."""
     level = os.environ.get("RLHF_LOG", "WARNING").upper()
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    # DeepSpeed says so whenever it is imported on a machine without GPU; the run's own lines say it already.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

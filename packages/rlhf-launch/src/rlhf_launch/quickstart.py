@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def write_config(
         "seed": seed,
     }
     path = folder / "quickstart.yaml"
-    path.write_text(yaml.safe_dump(SETTINGS | paths, sort_keys=False), encoding="utf-8")
+    settings = SETTINGS | paths
+    if find_spec("ray") is None or find_spec("deepspeed") is None:
+        settings["train"] = {**SETTINGS["train"], "ranks": 1}  # several ranks need both
+    path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     return load_config(RunConfig, path, overrides)
 
 

@@ -167,7 +167,7 @@ def plot_run(metrics_path: Path, image_path: Path) -> None:
     panels = [
         ("reward", ("reward", *_evaluated(rows))),
         ("response length (tokens)", ("response_length",)),
-        ("KL to the reference (nats)", ("kl",)),
+        ("KL to the reference (nats)", ("kl", "reference_kl")),
         ("entropy (nats)", ("entropy",)),
         ("gradient norm", ("grad_norm",)),
         (
