@@ -187,7 +187,7 @@ def test_a_failed_transfer_is_tried_again_and_then_given_up(start):
         async def receive_weights(self, manifest):
             raise WeightSyncError("never")
 
-    stack.workers[0]._backend = Always()
+    stack.workers[0]._built = Always()
     with pytest.raises(WeightSyncError, match=r"version 2 could not be sent: never; over a new link: never"):
         stack.sync(2)
     assert stack.sync.version is None

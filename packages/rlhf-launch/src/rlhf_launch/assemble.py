@@ -108,6 +108,9 @@ def _place_roles(
         handles = handles[len(role_plans) :]
     pool = RolloutPool(handles, timeout_s=timeout_s)
     stack.callback(pool.close)
+    if inputs.components.executor != "local":
+        # In processes of their own; within one process, DeepSpeed must have made torch's process group before vLLM.
+        pool.begin()
     for role, group in groups.items():
         reporter.say(f"  {role}: {group.ranks} rank(s) of {inputs.components.engine}, {group.start():.1f} s")
     reporter.say(f"  rollout: {pool.engines} engine(s) of {inputs.components.backend}, {pool.start():.1f} s")

@@ -29,11 +29,19 @@ class RolloutPool:
         self._timeout_s = timeout_s
         self._capabilities: list[BackendCapabilities] = []
         self._lost: dict[int, str] = {}
+        self._starting: list[Any] = []
         self._replace_lost: Callable[[], None] = self._none_left
+
+    def begin(self) -> None:
+        """Let the engines start while others do; `start` waits for them."""
+        self._starting = [handle.call("start") for handle in self._handles]
 
     def start(self) -> float:
         """Wait until all engines are up; returns the seconds of the slowest."""
-        seconds = max(self._all("start", what="start"))
+        if not self._starting:
+            self.begin()
+        what = f"{self.engines} rollout engine(s) to start"
+        seconds = max(gather(self._starting, what=what, timeout_s=self._timeout_s))
         self._capabilities = self._all("capabilities", what="state their capabilities")
         return seconds
 

@@ -175,14 +175,24 @@ class RolloutWorker:
 
     def __init__(self, backend: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        begin = time.perf_counter()
-        with _loading:
-            self._backend: RolloutBackend = load_plugin(ROLLOUT_BACKENDS, backend)(config)
-        self._start_seconds = time.perf_counter() - begin
+        self._backend_name = backend
+        self._config = config
+        self._built: RolloutBackend | None = None
+
+    @property
+    def _backend(self) -> RolloutBackend:
+        """The backend, built when it is first needed."""
+        backend = self._built
+        if backend is None:
+            with _loading:
+                backend = self._built = load_plugin(ROLLOUT_BACKENDS, self._backend_name)(self._config)
+        return backend
 
     async def start(self) -> float:
-        """Seconds that the backend took to be ready."""
-        return self._start_seconds
+        """Build the backend. Returns the seconds it took."""
+        begin = time.perf_counter()
+        _ = self._backend
+        return time.perf_counter() - begin
 
     async def capabilities(self) -> BackendCapabilities:
         """See RolloutBackend."""
@@ -224,7 +234,8 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """See RolloutBackend."""
-        self._backend.close()
+        if self._built is not None:
+            self._built.close()
 
 
 def host_address() -> str:
