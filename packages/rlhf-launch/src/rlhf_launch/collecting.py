@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -123,7 +123,7 @@ def sample_and_score(
             scored[group.index] = group
 
     try:
-        asyncio.run(_within(everything, timeout_s))
+        asyncio.run(asyncio.wait_for(everything(), timeout_s))
     except TimeoutError:
         raise DeadlineExceeded(
             f"waited {timeout_s:g} s for samples and scores; {len(prompts) - len(scored)} of {len(prompts)} prompts"
@@ -134,10 +134,6 @@ def sample_and_score(
     groups = [_without_failures(scored[index]) for index in sorted(scored)]
     kept = [group for group in groups if group.trajectories]
     return kept, spent, len(prompts) * samples - sum(len(group.trajectories) for group in kept)
-
-
-async def _within(work: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-    await asyncio.wait_for(work(), timeout_s)
 
 
 def _without_failures(group: ScoredGroup) -> Group:
