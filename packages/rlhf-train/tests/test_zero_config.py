@@ -1,7 +1,6 @@
 import pytest
-from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
 from rlhf_train import ZeroConfig
-from rlhf_train.adapters import LoraConfig
 from rlhf_train.zero_config import check_compatible, deepspeed_config
 
 

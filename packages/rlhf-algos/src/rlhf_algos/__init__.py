@@ -1,5 +1,7 @@
 """Losses, advantage estimators and offline training of language models on plain torch."""
 
+from rlhf_core import LoraConfig
+
 from rlhf_algos.config_files import dump_config, from_mapping, load_config
 from rlhf_algos.data import DataSource, Row, read_rows
 from rlhf_algos.encoding import Encoder, EncodingOptions, LengthLimit, TokenRow, load_encoder
@@ -21,7 +23,7 @@ from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig
 from rlhf_algos.reward_losses import ProcessRewardConfig, RewardLossConfig
 from rlhf_algos.sft import SFTConfig
 from rlhf_algos.teacher import DistillConfig
-from rlhf_algos.torch_models import LoraConfig, TorchOptions
+from rlhf_algos.torch_models import TorchOptions
 
 __all__ = [
     "METHODS",

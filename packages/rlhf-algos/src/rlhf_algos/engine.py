@@ -59,7 +59,7 @@ class TorchEngine:
         self.model: Any = load_model(config, options).to(self.device)
         self.packing = options.packing and enable_packing(self.model)
         """Whether sequences run unpadded, with shared prompts computed once; False where the model cannot."""
-        self._lora = options.lora is not None and config.optimizer is not None
+        self._lora = options.quantize is not None or (options.lora is not None and config.optimizer is not None)
         self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None
         self._random = RandomState(config.seed + rank_of(self.ranks), self.device)
         self._skipped_in_a_row = 0
@@ -114,7 +114,7 @@ class TorchEngine:
         )
 
     def weights(self) -> WeightSource:
-        """See TrainEngine; adapters are merged into the weights they belong to."""
+        """See TrainEngine; adapters are merged, 4-bit weights put back to full precision."""
         return LoraWeights(self.model) if self._lora else ModuleWeights(self.model)
 
     def offload(self) -> None:
@@ -154,7 +154,7 @@ class TorchEngine:
         self._skipped_in_a_row = int(state["skipped"])
 
     def export(self, path: Path) -> None:
-        """See TrainEngine; adapters are merged."""
+        """See TrainEngine; adapters are merged, 4-bit weights put back to full precision."""
         if rank_of(self.ranks) == 0:
             merged = LoraWeights(self.model).state_dict() if self._lora else None
             self.model.save_pretrained(path, state_dict=merged)

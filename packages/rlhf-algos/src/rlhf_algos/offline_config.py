@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
 from rlhf_core.engines import DType, Schedule
 
 from rlhf_algos.config_files import from_mapping, to_plain
 from rlhf_algos.data import DataSource
 from rlhf_algos.encoding import LengthLimit
 from rlhf_algos.offline_methods import Method, find_method, with_own_loss
-from rlhf_algos.torch_models import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,12 +177,18 @@ class OfflineConfig:
         method = find_method(self.method)
         return method if self.loss_function is None else with_own_loss(method, self.loss_function)
 
+    @property
+    def quantized_reference(self) -> bool:
+        """Whether the reference holds 4-bit weights: those that a policy with 4-bit weights starts from."""
+        own = self.reference in (None, self.model)
+        return own and self.run.lora is not None and self.run.lora.quantize is not None
+
     def engine(self, total_steps: int | None, *, frozen: str | None = None) -> EngineConfig:
         """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""
         run = self.run
         trained = total_steps is not None
         options: dict[str, Any] = {"packing": run.packing}
-        if trained and run.lora is not None:
+        if run.lora is not None and (trained or (frozen is None and self.quantized_reference)):
             options["lora"] = to_plain(run.lora)
         return EngineConfig(
             model=self.model if trained else frozen or self.reference or self.model,

@@ -127,10 +127,13 @@ def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engine
     """Give all examples the reference's log-probs, from the cache or from the reference model."""
     model = config.reference or config.model
     everything = data.train + data.eval
+    numbers = config.run.dtype
+    if config.quantized_reference and config.run.lora is not None:
+        numbers = f"{config.run.lora.quantize} {numbers}"
     scored = with_reference(
         everything,
         directory=config.reference_cache or default_cache(),
-        key=cache_key(model, config.run.dtype, everything),
+        key=cache_key(model, numbers, everything),
         open_engine=lambda: engines.open(config.engine(None)),
         ranks=ranks,
     )

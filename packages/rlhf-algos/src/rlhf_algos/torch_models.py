@@ -9,25 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Bucket, ConfigError, EngineConfig, ModuleWeights, TensorSpec, WeightManifest
+from rlhf_core import Bucket, ConfigError, EngineConfig, LoraConfig, TensorSpec, WeightManifest
+from rlhf_core.adapters import FourBit, adapted_layers, add_adapters, base_name, merged
+from rlhf_core.quantized import dequantized, outline, quantized_loading, settle_quantized
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685); the model's own weights stay frozen."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the linear layers that get adapters."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora: rank must be at least 1, got {self.rank}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +26,11 @@ class TorchOptions:
     """Run sequences unpadded and shared prompts once where the model allows it."""
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More arguments for `from_pretrained`."""
+
+    @property
+    def quantize(self) -> FourBit | None:
+        """The 4-bit type of the frozen linear layers, if they are to be quantised."""
+        return None if self.lora is None else self.lora.quantize
 
 
 def check_model_path(model: str, *, what: str = "model") -> None:
@@ -74,6 +65,9 @@ def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
     extra: dict[str, Any] = {} if causal else {"num_labels": 1}
     if config.attention is not None:
         extra["attn_implementation"] = config.attention
+    if options.quantize is not None:
+        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+        extra |= quantized_loading(options.quantize, dtype=dtype, device=device, extra="rlhf-algos[qlora]")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -95,66 +89,41 @@ def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
 
 def _adapt(model: Any, config: EngineConfig, options: TorchOptions) -> nn.Module:
     """Frozen roles, LoRA and gradient checkpointing."""
+    if options.quantize is not None:
+        settle_quantized(model)
     if config.optimizer is None:
         return model.requires_grad_(False)
     if options.lora is not None:
-        try:
-            import peft
-        except ImportError:
-            raise ConfigError("LoRA needs peft; install rlhf-algos[lora]") from None
-        lora = options.lora
-        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            peft.get_peft_model(
-                model,
-                peft.LoraConfig(
-                    r=lora.rank,
-                    lora_alpha=lora.alpha,  # type: ignore[arg-type]
-                    lora_dropout=lora.dropout,
-                    target_modules=targets,
-                    exclude_modules=["score"] if hasattr(model, "score") else None,
-                ),
-            )
-        if hasattr(model, "score"):
-            model.score.requires_grad_(True)
+        add_adapters(model, options.lora, seed=config.seed, extra="rlhf-algos[lora]")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
 class LoraWeights:
-    """WeightSource of a model with adapters: its ordinary names, each with the adapter's update added."""
+    """WeightSource of a model with adapters or 4-bit weights: ordinary names and dtypes, updates added."""
 
     def __init__(self, model: nn.Module) -> None:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        self._layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
-        self._plain = ModuleWeights(model, self._checkpoint_name)
-
-    def _checkpoint_name(self, name: str) -> str | None:
-        owner = next((layer for layer in self._layers if name.startswith(layer + ".")), None)
-        if owner is None:
-            return name
-        inner = name[len(owner) + 1 :]
-        return f"{owner}.{inner.removeprefix('base_layer.')}" if inner.startswith("base_layer.") else None
+        self._layers = adapted_layers(model)
+        named = ((base_name(name, self._layers), parameter) for name, parameter in model.named_parameters())
+        self._parameters = {name: parameter for name, parameter in named if name is not None}
 
     def manifest(self, version: int, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> WeightManifest:
         """See WeightSource."""
-        return self._plain.manifest(version, bucket_bytes=bucket_bytes)
+        outlines = {name: outline(parameter) for name, parameter in self._parameters.items()}
+        tensors = tuple(
+            TensorSpec(name=name, shape=tuple(whole.shape), dtype=str(whole.dtype).removeprefix("torch."))
+            for name, whole in outlines.items()
+        )
+        return WeightManifest(version=version, bucket_bytes=bucket_bytes, tensors=tensors)
 
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
         """See WeightSource."""
-        for name, tensor in self._plain.gather(bucket):
-            layer: Any = self._layers.get(name.removesuffix(".weight"))
-            if layer is None:
-                yield name, tensor
-                continue
-            with torch.no_grad():
-                merged = tensor.float()
-                for adapter in layer.active_adapters:
-                    merged = merged + layer.get_delta_weight(adapter).float()
-                yield name, merged.to(tensor.dtype)
+        with torch.no_grad():
+            for spec in bucket.tensors:
+                base = dequantized(self._parameters[spec.name])
+                layer = self._layers.get(spec.name.removesuffix(".weight"))
+                yield spec.name, base if layer is None else merged(base, layer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All merged weights under their ordinary names."""

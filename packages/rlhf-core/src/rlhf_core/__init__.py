@@ -1,6 +1,7 @@
 """Data types, seams and the weight-sync protocol that the rlhf packages, and replacements of them, share."""
 
 from rlhf_core.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
+from rlhf_core.adapters import LoraConfig
 from rlhf_core.backends import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
 from rlhf_core.batch import Batch, collate, pad_rows
 from rlhf_core.delta import DeltaSource
@@ -65,6 +66,7 @@ __all__ = [
     "GenerationResult",
     "Link",
     "LogProbMeaning",
+    "LoraConfig",
     "Loss",
     "LossTerms",
     "Mean",

@@ -21,11 +21,11 @@ from rlhf_core import (
     accumulate,
     score_in_micro_batches,
 )
+from rlhf_core.adapters import add_adapters
 from rlhf_core.random_state import RandomState
 from rlhf_core.schedule import learning_rate
 from torch import Tensor
 
-from rlhf_train.adapters import add_adapters
 from rlhf_train.averaging import AverageWeights
 from rlhf_train.background_save import PendingSave
 from rlhf_train.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint, save_in_background
@@ -73,9 +73,9 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda", self.ranks.info.local_rank) if on_cuda else torch.device("cpu")
         settings = deepspeed_config(config, zero, world_size=self.ranks.size)
         sharded = zero.stage == 3
-        model = load_model(config, settings if sharded else None)
+        model = load_model(config, settings if sharded else None, quantize=zero.quantize)
         if zero.lora is not None and config.optimizer is not None:
-            add_adapters(model, zero.lora, seed=config.seed)
+            add_adapters(model, zero.lora, seed=config.seed, extra="rlhf-train[lora]")
         if config.optimizer is not None:
             freeze(model, zero.freeze)
         if sharded:

@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 from rlhf_core import ConfigError, EngineConfig
+from rlhf_core.adapters import FourBit
+from rlhf_core.quantized import quantized_loading, settle_quantized
 
 
-def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
+def load_model(
+    config: EngineConfig, zero_config: dict[str, Any] | None, *, quantize: FourBit | None = None
+) -> Any:
     """The model of `config.role` in `config.dtype`.
 
     Args:
         config: what to load.
         zero_config: the DeepSpeed configuration if parameters are to be created sharded (stage 3), else None.
+        quantize: hold linear layers in this 4-bit type.
 
     Raises:
         ConfigError: there is no such model, or a frozen reward model has no trained head.
@@ -33,6 +38,9 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
         arguments["attn_implementation"] = config.attention
     if not causal:
         arguments["num_labels"] = 1
+    if quantize is not None:
+        dtype, device = arguments["dtype"], torch.device(config.device)
+        arguments |= quantized_loading(quantize, dtype=dtype, device=device, extra="rlhf-train[qlora]")
     kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     try:
         with torch.random.fork_rng(devices=[]), _sharded_creation(zero_config), _quiet_load_report():
@@ -41,6 +49,8 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {config.model!r} cannot be loaded as a {config.role}: {error}") from error
     _check_missing(config, model, set(info["missing_keys"]))
+    if quantize is not None:
+        settle_quantized(model)
     if config.gradient_checkpointing and config.optimizer is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.requires_grad_(config.optimizer is not None)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
-
-from rlhf_train.adapters import LoraConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
+from rlhf_core.adapters import FourBit
 
 Stage = Literal[0, 1, 2, 3]
 _HALF = ("bfloat16", "float16")
@@ -96,6 +95,11 @@ class ZeroConfig:
                 f"engine options: accumulate_dtype must be one of {', '.join(_SHORT)}, "
                 f"got {self.accumulate_dtype!r}"
             )
+
+    @property
+    def quantize(self) -> FourBit | None:
+        """The 4-bit type of the frozen linear layers, if they are to be quantised."""
+        return None if self.lora is None else self.lora.quantize
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ZeroConfig:

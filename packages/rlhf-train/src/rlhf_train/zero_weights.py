@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest
+from rlhf_core.adapters import adapted_layers, base_name, merged
+from rlhf_core.quantized import dequantized, outline
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
-from rlhf_train.adapters import adapted_layers, merged
 from rlhf_train.models import gathered
 
 _PARTS = 2
@@ -21,7 +22,8 @@ class ZeroWeights:
     """WeightSource for any ZeRO stage; tied parameters appear once.
 
     Transformers keeps some weights in another layout than their checkpoint (fused experts, for instance). They
-    travel under the names and in the shapes that `save_pretrained` would write. Adapters are merged.
+    travel under the names and in the shapes that `save_pretrained` would write. Adapters are
+    merged, 4-bit weights put back to full precision.
     """
 
     def __init__(self, model: Any) -> None:
@@ -30,7 +32,7 @@ class ZeroWeights:
         self._parameters: dict[str, nn.Parameter] = {}
         """By the name the parameter has without adapters."""
         for name, parameter in model.named_parameters():
-            if (own := self._own_name(name)) is not None:
+            if (own := base_name(name, self._layers)) is not None:
                 self._parameters[own] = parameter
         self._order = {name: index for index, name in enumerate(self._parameters)}
         self._converted = True
@@ -39,19 +41,9 @@ class ZeroWeights:
         self._specs = tuple(self._describe())
         self._converted = any(target != source for target, source in self._sources.items())
 
-    def _own_name(self, name: str) -> str | None:
-        """The parameter's name without adapters; None for the adapters themselves."""
-        owner = next((layer for layer in self._layers if name.startswith(layer + ".")), None)
-        if owner is None:
-            return name
-        inner = name[len(owner) + 1 :]
-        return f"{owner}.{inner.removeprefix('base_layer.')}" if inner.startswith("base_layer.") else None
-
     def _describe(self) -> Iterator[TensorSpec]:
         for name, parameter in self._parameters.items():
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            like = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            for target, tensor in self._to_checkpoint({name: like}).items():
+            for target, tensor in self._to_checkpoint({name: outline(parameter)}).items():
                 if target in self._sources:
                     raise ConfigError(
                         f"weight {target!r} of {type(self._model).__name__} is made of several parameters "
@@ -101,7 +93,7 @@ class ZeroWeights:
         needed += [p for layer in layers.values() for n, p in layer.named_parameters() if "lora_" in n]
         with torch.no_grad(), gathered(needed):
             # ZeRO-3 drops its reference to the full tensors at the end; these keep them alive.
-            full = {name: self._parameters[name].detach() for name in names}
+            full = {name: dequantized(self._parameters[name]) for name in names}
             full |= {name: merged(full[name], layer) for name, layer in layers.items()}
             tensors = self._to_checkpoint(full)
         return [(name, tensors[name]) for name in wanted]

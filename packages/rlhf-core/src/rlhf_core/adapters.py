@@ -1,35 +1,65 @@
-"""Low-rank adapters: the model's own weights stay frozen, and leave the engine merged with their updates."""
+"""Low-rank adapters: the model's own weights stay frozen, and leave an engine merged with their updates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
 
 import torch
-from rlhf_core import ConfigError
 from torch import Tensor, nn
+
+from rlhf_core.errors import ConfigError
+
+FourBit = Literal["nf4", "fp4"]
+HEADS = ("score", "classifier", "lm_head")
+"""Modules that never get adapters; the scalar ones are trained in full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685)."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685); the model's own weights stay frozen.
+
+    >>> LoraConfig(rank=8, alpha=16.0).quantize is None
+    True
+    """
 
     rank: int = 16
     alpha: float = 32.0
     """The update is scaled by alpha / rank."""
     dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the linear layers that get adapters; the heads never do."""
+    quantize: FourBit | None = None
+    """Hold the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), with doubly quantised
+    scales. A frozen engine with the same setting loads the same 4-bit weights: the reference that such a policy
+    starts from."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"lora: rank must be at least 1, got {self.rank}")
+        if self.alpha <= 0:
+            raise ConfigError(f"lora: alpha must be positive, got {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora: dropout must lie in [0, 1), got {self.dropout}")
+        if not self.target_modules:
+            raise ConfigError("lora: target_modules is empty; write names of linear layers, or all-linear")
+        if self.quantize is not None and self.quantize not in get_args(FourBit):
+            raise ConfigError(
+                f"lora: quantize must be one of {', '.join(get_args(FourBit))} or left out, got {self.quantize!r}"
+            )
 
 
-def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
+def add_adapters(model: Any, config: LoraConfig, *, seed: int, extra: str) -> None:
     """Put trainable adapters into `model`, in its own dtype; a scalar head stays trainable, all else is frozen.
+
+    Args:
+        model: a Transformers model.
+        config: which adapters.
+        seed: of their initial values, which are the same on all ranks.
+        extra: what to install if peft is missing, for the message.
 
     Raises:
         ConfigError: peft is not installed, or the target modules are not in the model.
@@ -37,14 +67,14 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
     try:
         import peft
     except ImportError:
-        raise ConfigError("the option lora needs peft; install rlhf-train[lora]") from None
+        raise ConfigError(f"the option lora needs peft; install {extra}") from None
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
-        exclude_modules=["score", "classifier", "lm_head"],
+        exclude_modules=list(HEADS),
     )
     try:
         # The same on all ranks: ZeRO 1 and 2 take for granted that they start equal.
@@ -60,8 +90,6 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Layers that have adapters, by their name in the model."""
-    from importlib.util import find_spec
-
     if find_spec("peft") is None:
         return {}
     if not any(".lora_A." in name for name, _ in model.named_parameters()):
@@ -69,6 +97,15 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+def base_name(name: str, layers: Mapping[str, Any]) -> str | None:
+    """A parameter's name in the model without adapters; None for a parameter of the adapters themselves."""
+    owner = next((layer for layer in layers if name.startswith(layer + ".")), None)
+    if owner is None:
+        return name
+    inner = name[len(owner) + 1 :]
+    return f"{owner}.{inner.removeprefix('base_layer.')}" if inner.startswith("base_layer.") else None
 
 
 def merged(base: Tensor, layer: Any) -> Tensor:
