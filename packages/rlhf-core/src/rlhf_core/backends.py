@@ -56,6 +56,8 @@ class BackendCapabilities:
     partial_sync: Literal["none", "tensors", "values"] = "none"
     """What may travel besides all weights: whole tensors that changed (with those that the engine fuses them with,
     see rlhf_core.delta), or also single values of them."""
+    adapters: bool = False
+    """A sync may bring an adapter alone (`WeightManifest.adapter`), which takes the place of the last one."""
     sleep: bool = False
     """`sleep` gives the accelerator's memory back; where False it is a harmless no-op."""
 

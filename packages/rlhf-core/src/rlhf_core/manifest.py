@@ -2,7 +2,8 @@
 
 A manifest is a list of tensors in the order in which they travel. Sender and receivers cut it in the same way, so
 no sizes or offsets are ever exchanged. A manifest with a `base_version` is a partial one: it holds what changed
-since that version, and a receiver that is at another version must refuse it.
+since that version, and a receiver that is at another version must refuse it. A manifest with an `adapter` holds
+low-rank updates that belong on top of the receiver's weights of `base_version`, in place of any earlier ones.
 """
 
 from __future__ import annotations
@@ -87,6 +88,19 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterScale:
+    """How much low-rank updates count: a layer's weight is W + alpha / rank * B A (arXiv:2106.09685)."""
+
+    rank: int
+    """Rows of every A and columns of every B."""
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"an adapter's rank must be at least 1, got {self.rank}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightManifest:
     """What one sync moves.
 
@@ -104,6 +118,9 @@ class WeightManifest:
     """None: all weights. A number: what changed since that version; the rest stays as it is."""
     checksums: bool = False
     """Every bucket ends with a checksum that receivers compare."""
+    adapter: AdapterScale | None = None
+    """The tensors are those of an adapter, under the names of peft's files (`base_model.model.<layer>.lora_A.weight`,
+    `lora_B`), for the weights of `base_version`: 0 means those that the model was loaded with."""
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
@@ -112,6 +129,8 @@ class WeightManifest:
             raise ValueError(f"weights named twice in one manifest: {', '.join(twice)}")
         if self.base_version is None and any(spec.changed is not None for spec in self.tensors):
             raise ValueError("a manifest with sparse tensors needs the base_version that they are changes to")
+        if self.adapter is not None and self.base_version is None:
+            raise ValueError("a manifest of an adapter needs the base_version of the weights that it belongs to")
 
     @property
     def partial(self) -> bool:
@@ -171,6 +190,7 @@ class WeightManifest:
             "tensors": [[t.name, list(t.shape), t.dtype, t.changed] for t in self.tensors],
             "base_version": self.base_version,
             "checksums": self.checksums,
+            **({} if (scale := self.adapter) is None else {"adapter": [scale.rank, scale.alpha]}),
         }
 
     @classmethod
@@ -185,6 +205,7 @@ class WeightManifest:
             ),
             base_version=data["base_version"],
             checksums=data["checksums"],
+            adapter=AdapterScale(rank=scale[0], alpha=scale[1]) if (scale := data.get("adapter")) else None,
         )
 
 
