@@ -10,19 +10,25 @@ from pathlib import Path
 
 from rich.console import Console
 from rlhf_algos.config_files import dump_config
-from rlhf_core import RewardFunction
-from rlhf_rollout import CombinedReward, EnvironmentReward, FaultPolicy, ModelReward, RobustReward
 
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.config import RunConfig
 from rlhf_launch.engine_replacement import EngineReplacement
 from rlhf_launch.handles import Handle
 from rlhf_launch.online import OnlineRun, Roles, report_evaluations, train
-from rlhf_launch.placement import Executor, open_executor, roles_of, rollout_plans, training_plans
+from rlhf_launch.placement import (
+    Executor,
+    open_executor,
+    reward_plans,
+    roles_of,
+    rollout_plans,
+    training_plans,
+)
 from rlhf_launch.preflight import Inputs, check_inputs
+from rlhf_launch.producer import open_producer
 from rlhf_launch.prompts import PromptStream
 from rlhf_launch.report import Reporter, plot_run
-from rlhf_launch.rewarding import Rewarder
+from rlhf_launch.rewarding import Rewarder, open_reward
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.run_state import RunState
 from rlhf_launch.train_group import TrainGroup
@@ -32,8 +38,8 @@ from rlhf_launch.weight_sync import WeightSync
 def run_online(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> OnlineRun:
     """A whole run: checks, training, evaluation before and after, export, plot. Returns the finished run.
 
-    Leaves `config.yaml`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/` in
-    `config.output_dir`.
+    Leaves `config.yaml`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/` (and
+    `model-average/`, where the engine averages the weights) in `config.output_dir`.
 
     Raises:
         UserError: the input is at fault; nothing heavy was started.
@@ -42,7 +48,7 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
     console = console or Console(highlight=False)
     inputs = check_inputs(config)
     folder = Path(config.output_dir)
-    store = CheckpointStore(folder / "checkpoints", keep=config.keep_checkpoints)
+    store = CheckpointStore(folder / "checkpoints", keep=config.keep_checkpoints, best=config.best_is)
     start = store.latest()[1]["step"] if resume else 0
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -60,8 +66,9 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
             reporter.say(f"resumed after step {run.state.step}")
         report_evaluations(run)
         train(run)
-        report_evaluations(run)
         run.roles.policy.export(folder / "model")
+        if config.train.options.get("average_decay") is not None:
+            run.roles.policy.export(folder / "model-average", averaged=True)
         inputs.tokenizer.save_pretrained(folder / "model")
     plot_run(folder / "metrics.jsonl", folder / "plot.png")
     return run
@@ -72,19 +79,24 @@ def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter
     """Place and connect all workers; they are closed when the block ends, however it ends."""
     with ExitStack() as stack:
         begin = time.perf_counter()
+        stack.callback(inputs.reward.close)
         executor = open_executor(config, inputs.components)
         stack.callback(executor.close)
         roles = _place_roles(config, inputs, executor, stack, reporter)
         reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
         # What is there now stays: the collector need not look through it again with every request in flight.
         gc.freeze()
+        prompts = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        producer = open_producer(config, prompts, roles.pool, roles.rewarder)
+        stack.callback(producer.close)
         yield OnlineRun(
             config=config,
-            recipe=config.algorithm.recipe,
+            recipe=config.recipe,
             roles=roles,
-            prompts=PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle),
+            prompts=prompts,
+            producer=producer,
             held_out=inputs.held_out,
-            kl=config.algorithm.recipe.kl_controller(),
+            kl=config.recipe.kl_controller(),
             reporter=reporter,
             state=RunState(store),
         )
@@ -94,7 +106,9 @@ def _place_roles(
     config: RunConfig, inputs: Inputs, executor: Executor, stack: ExitStack, reporter: Reporter
 ) -> Roles:
     """One placement for all workers; training and rollout engines start at the same time."""
+    judges = reward_plans(config, inputs.components)
     plans = {role: training_plans(config, inputs.components, role) for role in roles_of(config)}
+    plans |= {f"reward {name}": judge for name, judge in judges.items()}
     engines = rollout_plans(config, inputs.components)
     handles: list[Handle] = list(
         executor.place([*(plan for plans_ in plans.values() for plan in plans_), *engines])
@@ -118,6 +132,10 @@ def _place_roles(
         groups["policy"], pool, transports=executor.transports, timeout_s=timeout_s, options=config.weight_sync
     )
     reporter.say(f"  weights travel by {sync.transport}")
+    reward, close = open_reward(
+        inputs.reward, {name: groups[f"reward {name}"] for name in judges}, inputs.tokenizer
+    )
+    stack.callback(close)
     limit = config.placement.max_restarts
     replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=timeout_s)
     pool.replace_with(replacement)
@@ -128,27 +146,8 @@ def _place_roles(
         pool=pool,
         sync=sync,
         replacement=replacement,
-        rewarder=Rewarder(
-            _reward(
-                inputs, groups.get("reward"), config.reward.policy, environment=config.rollout.agent is not None
-            ),
-            inputs.tokenizer,
-        ),
+        rewarder=Rewarder(reward, inputs.tokenizer),
     )
-
-
-def _reward(
-    inputs: Inputs, reward_model: TrainGroup | None, policy: FaultPolicy, *, environment: bool
-) -> RewardFunction:
-    rewards: list[tuple[str, RewardFunction]] = []
-    if inputs.reward_function is not None:
-        rewards.append(("function", inputs.reward_function))
-    if environment:
-        rewards.append(("environment", EnvironmentReward()))
-    if reward_model is not None:
-        rewards.append(("model", ModelReward(reward_model)))
-    reward = rewards[0][1] if len(rewards) == 1 else CombinedReward(dict(rewards))
-    return RobustReward(reward, policy)
 
 
 def _held_out(inputs: Inputs) -> str:

@@ -11,27 +11,29 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
+from rlhf_algos.config_files import to_plain
 from rlhf_algos.data import DataSource, read_rows
 from rlhf_algos.torch_models import check_model_path
-from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, RewardFunction, Score, check_scores
-from rlhf_rollout import PythonReward
+from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, Score, check_scores
 
-from rlhf_launch.components import choose_components
+from rlhf_launch.components import Components, choose_components
 from rlhf_launch.config import (
-    AlgorithmSection,
     DataSection,
     ModelSection,
     PlacementSection,
     RewardSection,
     RolloutSection,
     RunConfig,
+    TrainSection,
 )
 from rlhf_launch.generated_rows import GeneratedRows, make_row
-from rlhf_launch.placement import open_executor, rollout_plans
+from rlhf_launch.placement import open_executor, reward_plans, rollout_plans
 from rlhf_launch.preflight import load_tokenizer
 from rlhf_launch.prompts import Prompt, make_prompts
+from rlhf_launch.rewarding import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.sampling_step import request_seed, trajectories_of
+from rlhf_launch.train_group import TrainGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,22 +45,26 @@ class GenerateConfig:
     output: str
     """JSONL file to write, or to complete."""
     reward: RewardSection | None = None
-    """Scores the samples by its `function`; without it they are not scored."""
+    """Scores the samples, reward models included; without it they are not scored."""
     rollout: RolloutSection = field(default_factory=lambda: RolloutSection(samples_per_prompt=1))
+    train: TrainSection = field(default_factory=TrainSection)
+    """Engine and settings of reward models; nothing is trained."""
     placement: PlacementSection = field(default_factory=lambda: PlacementSection(executor="local"))
     seed: int = 0
 
-    def as_run(self) -> RunConfig:
-        """The same as a run, which is what placement reads; its training parts play no role."""
-        return RunConfig(
-            model=self.model,
-            data=self.data,
-            reward=self.reward or RewardSection(function="rlhf_rollout:exact_match"),
-            algorithm=AlgorithmSection(name="ppo"),
-            rollout=self.rollout,
-            placement=self.placement,
-            seed=self.seed,
-        )
+    def __post_init__(self) -> None:
+        if self.rollout.agent is not None:
+            raise ConfigError(
+                "rlhf generate writes single responses; leave rollout.agent out (rollout.agent=null), and with it "
+                "rewards that come from an environment"
+            )
+        if self.reward is not None:
+            self.reward.all_parts(environment=False)
+
+    @property
+    def max_model_len_needed(self) -> int:
+        """Tokens of the longest prompt plus the longest response."""
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
 
     def settings(self) -> dict[str, Any]:
         """What decides the content of the output."""
@@ -70,7 +76,7 @@ class GenerateConfig:
             "system_prompt": self.data.system_prompt,
             "backend": self.rollout.backend,
             "samples_per_prompt": self.rollout.samples_per_prompt,
-            "reward": self.reward.function if self.reward else None,
+            "reward": to_plain(self.reward.all_parts(environment=False)) if self.reward else None,
             "seed": self.seed,
             **{f"sampling.{name}": value for name, value in asdict(self.rollout.sampling).items()},
         }
@@ -102,15 +108,18 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
         RewardError: the reward function failed; finished rows are in the file, the next call goes on from there.
     """
     console = console or Console(highlight=False)
-    run = config.as_run()
-    components = choose_components(run)
+    components = choose_components(config, trains=False)
     check_model_path(config.model.policy, what="model.policy")
-    reward = _reward(config)
     tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
     data = config.data
     source = DataSource(path=data.prompts, split=data.split, columns=data.columns, limit=data.limit)
     prompts, dropped = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
     with ExitStack() as stack:
+        checked = None
+        if config.reward is not None:
+            checked = check_reward(config.reward, tokenizer, environment=False)
+            stack.callback(checked.close)
+            checked.check_columns(prompts, data.prompts, environment=False)
         rows = stack.enter_context(GeneratedRows(Path(config.output), config.settings()))
         pending = rows.pending(prompts)
         if rows.done:
@@ -120,16 +129,11 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
         total = len(prompts)
         if not pending:
             return GenerationReport(prompts=total, written=0, found=total, tokens=0, mean_score=None)
-        executor = open_executor(run, components)
-        stack.callback(executor.close)
-        handles = executor.place(rollout_plans(run, components))
-        for handle in handles:
-            stack.callback(handle.close)
-        pool = RolloutPool(handles, timeout_s=config.placement.timeout_s)
+        pool, rewarder = _start_workers(config, components, checked, tokenizer, stack)
         console.print(f"{components.backend}: {pool.engines} engine(s), up after {pool.start():.1f} s")
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(pending))
-        work = _Work(config, pool, tokenizer, reward, rows, advance=lambda: progress.advance(bar))
+        work = _Work(config, pool, tokenizer, rewarder, rows, advance=lambda: progress.advance(bar))
         asyncio.run(work.run(pending))
     return GenerationReport(
         prompts=len(prompts),
@@ -140,12 +144,33 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
     )
 
 
-def _reward(config: GenerateConfig) -> RewardFunction | None:
-    if config.reward is None:
-        return None
-    if config.reward.function is None:
-        raise ConfigError("rlhf generate scores by a function: give reward.function, or leave reward out")
-    return PythonReward(config.reward.function, timeout_s=config.reward.timeout_s)
+def _start_workers(
+    config: GenerateConfig,
+    components: Components,
+    checked: CheckedReward | None,
+    tokenizer: Any,
+    stack: ExitStack,
+) -> tuple[RolloutPool, Rewarder | None]:
+    """The rollout engines and the reward with its models; the stack closes them."""
+    timeout_s = config.placement.timeout_s
+    executor = open_executor(config, components)
+    stack.callback(executor.close)
+    judges = reward_plans(config, components)
+    handles = list(
+        executor.place([*(plan for plans in judges.values() for plan in plans), *rollout_plans(config, components)])
+    )
+    for handle in handles:
+        stack.callback(handle.close)
+    groups: dict[str, TrainGroup] = {}
+    for name, plans in judges.items():
+        groups[name] = TrainGroup(f"reward {name}", handles[: len(plans)], timeout_s=timeout_s)
+        handles = handles[len(plans) :]
+        groups[name].start()
+    if checked is None:
+        return RolloutPool(handles, timeout_s=timeout_s), None
+    reward, close = open_reward(checked, groups, tokenizer)
+    stack.callback(close)
+    return RolloutPool(handles, timeout_s=timeout_s), Rewarder(reward, tokenizer)
 
 
 class _Work:
@@ -156,12 +181,12 @@ class _Work:
         config: GenerateConfig,
         pool: RolloutPool,
         tokenizer: Any,
-        reward: RewardFunction | None,
+        rewarder: Rewarder | None,
         rows: GeneratedRows,
         *,
         advance: Any,
     ) -> None:
-        self._config, self._pool, self._tokenizer, self._reward = config, pool, tokenizer, reward
+        self._config, self._pool, self._tokenizer, self._rewarder = config, pool, tokenizer, rewarder
         self._rows, self._advance = rows, advance
         self.tokens = 0
         self.scores: list[float] = []
@@ -204,13 +229,13 @@ class _Work:
             ) from None
         texts = self._tokenizer.batch_decode([list(s.token_ids) for s in result.samples], skip_special_tokens=True)
         scores = None
-        if self._reward is not None:
+        if self._rewarder is not None:
             trajectories = [
                 replace(trajectory, sample_id=f"{prompt.prompt_id}/{index}")
                 for index, trajectory in enumerate(trajectories_of(prompt, result))
             ]
-            scores = await self._reward.score(trajectories, texts)
-            check_scores(scores, trajectories, source=str(config.reward and config.reward.function))
+            scores = await self._rewarder.reward.score(trajectories, texts)
+            check_scores(scores, trajectories, source="of rlhf generate")
             self.scores.extend(score.value for score in scores if isinstance(score, Score))
         self.tokens += sum(sample.length for sample in result.samples)
         self._rows.append(make_row(prompt, result, texts, scores))

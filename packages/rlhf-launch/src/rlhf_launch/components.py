@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, Protocol
 
 from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, PluginError, ResourceError, load_plugin
 
-from rlhf_launch.config import RunConfig
+from rlhf_launch.config import ModelSection, PlacementSection, TrainSection
+from rlhf_launch.reward_config import RewardSection
+from rlhf_launch.rollout_config import RolloutSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +24,47 @@ class Components:
     reasons: tuple[str, ...]
 
 
-def choose_components(config: RunConfig) -> Components:
-    """Resolve every `auto`. Nothing heavy is imported.
+class WorkerNeeds(Protocol):
+    """What a configuration says about workers: a run's, or that of batch generation."""
+
+    @property
+    def model(self) -> ModelSection:
+        """The models."""
+        ...
+
+    @property
+    def reward(self) -> RewardSection | None:
+        """The reward, of which some parts need engines."""
+        ...
+
+    @property
+    def rollout(self) -> RolloutSection:
+        """How samples are generated."""
+        ...
+
+    @property
+    def train(self) -> TrainSection:
+        """The training engines."""
+        ...
+
+    @property
+    def placement(self) -> PlacementSection:
+        """Where workers run."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything."""
+        ...
+
+    @property
+    def max_model_len_needed(self) -> int:
+        """Tokens of the longest sample."""
+        ...
+
+
+def choose_components(config: WorkerNeeds, *, trains: bool = True) -> Components:
+    """Resolve every `auto`. Nothing heavy is imported. `trains` is False where no policy is trained.
 
     Raises:
         PluginError: a part is asked for by name and not installed.
@@ -35,15 +76,21 @@ def choose_components(config: RunConfig) -> Components:
     backend = _pick("rollout", config.rollout.backend, "vllm", "transformers", "readable, slower", reasons)
     load_plugin_checked(TRAIN_ENGINES, engine)
     load_plugin_checked(ROLLOUT_BACKENDS, backend)
-    if executor == "local" and (config.train.ranks > 1 or config.rollout.engines > 1):
+    ranks = {"train.ranks": config.train.ranks if trains else 1}
+    engines = {"train.ranks": engine}
+    for name, part in (config.reward or RewardSection()).engine_parts().items():
+        load_plugin_checked(TRAIN_ENGINES, part.engine or engine)
+        ranks[f"reward.parts.{name}.ranks"] = part.ranks
+        engines[f"reward.parts.{name}.ranks"] = part.engine or engine
+    most = max(ranks, key=lambda key: ranks[key])
+    if executor == "local" and (ranks[most] > 1 or config.rollout.engines > 1):
         raise ResourceError(
-            f"the local executor runs one rank and one engine in this process; train.ranks={config.train.ranks} "
+            f"the local executor runs one rank and one engine in this process; {most}={ranks[most]} "
             f"and rollout.engines={config.rollout.engines} need placement.executor=ray"
         )
-    if engine == "torch" and config.train.ranks > 1:
-        raise ResourceError(
-            f"train.ranks={config.train.ranks} needs train.engine=deepspeed; the torch engine has one rank here"
-        )
+    for key, count in ranks.items():
+        if engines[key] == "torch" and count > 1:
+            raise ResourceError(f"{key}={count} needs the engine deepspeed; the torch engine has one rank here")
     device = _device(config, reasons)
     return Components(
         executor=executor,  # type: ignore[arg-type]
@@ -78,7 +125,7 @@ def _pick(part: str, asked: str, first: str, second: str, remark: str, reasons: 
     return chosen
 
 
-def _device(config: RunConfig, reasons: list[str]) -> str:
+def _device(config: WorkerNeeds, reasons: list[str]) -> str:
     import torch
 
     asked = config.placement.device

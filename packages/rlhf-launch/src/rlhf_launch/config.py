@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rlhf_algos.off_policy import OffPolicyCorrection
 from rlhf_algos.recipes import GRPO, PPO
 from rlhf_core import ConfigError, OptimizerConfig
 from rlhf_core.engines import DType
-from rlhf_rollout.reward_policy import FaultPolicy
 
+from rlhf_launch.reward_config import RewardSection
 from rlhf_launch.rollout_config import RolloutSection
 from rlhf_launch.sync_options import SyncOptions
 
@@ -56,20 +57,6 @@ class DataSection:
     def __post_init__(self) -> None:
         if self.max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardSection:
-    """Where scores come from: a Python function, a reward model, the environment of `rollout.agent`; their sum."""
-
-    function: str | None = None
-    """`module:function`; called with `completions` and `prompts` and the data's other columns."""
-    model: str | None = None
-    """Sequence-classification model with one label."""
-    timeout_s: float = 60.0
-    """Deadline for the function on the samples of one prompt."""
-    policy: FaultPolicy = field(default_factory=FaultPolicy)
-    """What happens when it fails: attempts, then `stop` the run or `drop` the samples at fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +154,7 @@ class RunConfig:
 
     model: ModelSection
     data: DataSection
-    reward: RewardSection
+    reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     train: TrainSection = field(default_factory=TrainSection)
@@ -183,13 +170,18 @@ class RunConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 means one at the end."""
     keep_checkpoints: int = 2
+    """The newest that are kept."""
+    keep_best: str | None = None
+    """Metric (`reward`, `eval/held-out/reward`, ...) by which one more checkpoint is kept: the best so far."""
+    best_is: Literal["max", "min"] = "max"
+    checkpoint_in_background: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory, if the engine can (deepspeed can)."""
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
-        if self.reward.function is None and self.reward.model is None and self.rollout.agent is None:
-            raise ConfigError("no reward: give reward.function ('module:function') or reward.model (a path)")
+        self.reward.all_parts(environment=self.rollout.agent is not None)
         samples = self.train.prompts_per_step * self.rollout.samples_per_prompt
         if samples < self.train.minibatches * self.train.ranks:
             raise ConfigError(
@@ -200,12 +192,41 @@ class RunConfig:
             raise ConfigError(
                 "GRPO compares samples of one prompt: rollout.samples_per_prompt must be at least 2, got 1"
             )
+        self._check_overlap()
+        self._check_best()
         if self.rollout.max_model_len and self.rollout.max_model_len < self.max_model_len_needed:
             raise ConfigError(
                 f"rollout.max_model_len={self.rollout.max_model_len} is less than the {self.max_model_len_needed} "
                 "tokens of the longest sample (data.max_prompt_tokens + rollout.sampling.max_tokens, or "
                 "rollout.agent.max_tokens)"
             )
+
+    def _check_overlap(self) -> None:
+        overlap = self.rollout.overlap
+        if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.truncated:
+            raise ConfigError(
+                "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
+                "knows no top_p, top_k or min_p; leave them out of rollout.sampling, or set "
+                "rollout.overlap.off_policy_correction=false"
+            )
+
+    def _check_best(self) -> None:
+        if self.keep_best is None or not self.keep_best.startswith("eval/"):
+            return
+        sets = {*self.evaluations, *(["held-out"] if self.data.eval_rows else [])}
+        name = self.keep_best.removeprefix("eval/").rpartition("/")[0]
+        if name not in sets:
+            raise ConfigError(
+                f"keep_best={self.keep_best!r} names the set {name!r}; there is {', '.join(sorted(sets)) or 'none'}"
+            )
+
+    @property
+    def recipe(self) -> GRPO | PPO:
+        """The algorithm; where samples may be stale and it names no correction for that, with one."""
+        recipe, overlap = self.algorithm.recipe, self.rollout.overlap
+        if overlap is None or not overlap.off_policy_correction or recipe.off_policy:
+            return recipe
+        return replace(recipe, off_policy=(OffPolicyCorrection(),))
 
     @property
     def max_model_len_needed(self) -> int:

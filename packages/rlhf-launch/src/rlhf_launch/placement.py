@@ -16,10 +16,12 @@ from rlhf_core import (
     RolloutConfig,
     load_plugin,
 )
+from rlhf_rollout.reward_parts import ModelPart
 
-from rlhf_launch.components import Components
+from rlhf_launch.components import Components, WorkerNeeds
 from rlhf_launch.config import RunConfig
 from rlhf_launch.handles import Handle, LocalHandle
+from rlhf_launch.reward_config import RewardSection
 from rlhf_launch.workers import RolloutWorker, TrainWorker
 
 
@@ -81,7 +83,7 @@ class LocalExecutor:
         """Nothing beyond the handles to give back."""
 
 
-def open_executor(config: RunConfig, components: Components) -> Executor:
+def open_executor(config: WorkerNeeds, components: Components) -> Executor:
     """The executor that the components name."""
     if components.executor == "local":
         return LocalExecutor()
@@ -93,27 +95,54 @@ def open_executor(config: RunConfig, components: Components) -> Executor:
 
 
 def training_plans(config: RunConfig, components: Components, role: Role) -> list[WorkerPlan]:
-    """The ranks of one training role; reference and reward models have one rank each."""
-    engine_config = EngineConfig(
-        model=_model_of(config, role),
-        role=role,
+    """The ranks of one training role; the reference has one rank."""
+    engine_config = replace(
+        _engine_config(config, components, _model_of(config, role), role),
         optimizer=_optimizer_of(config, role),
+        gradient_checkpointing=config.train.gradient_checkpointing,
+    )
+    ranks = config.train.ranks if role in ("policy", "critic") else 1
+    return _rank_plans(config, components, role, components.engine, engine_config, ranks)
+
+
+def reward_plans(config: WorkerNeeds, components: Components) -> dict[str, list[WorkerPlan]]:
+    """The ranks of every part of the reward that has a model of its own, by the part's name."""
+    plans = {}
+    for name, part in (config.reward or RewardSection()).engine_parts().items():
+        engine_config = _engine_config(config, components, part.path, "reward")
+        engine_config = replace(
+            engine_config,
+            dtype=part.dtype or engine_config.dtype,
+            options=engine_config.options if part.engine_options is None else part.engine_options,
+        )
+        engine = part.engine or components.engine
+        plans[name] = _rank_plans(config, components, f"reward-{name}", engine, engine_config, part.ranks)
+    return plans
+
+
+def _engine_config(config: WorkerNeeds, components: Components, model: str, role: Role) -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        role=role,
         dtype=config.model.dtype,
         device=components.device,
         max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
-        gradient_checkpointing=config.train.gradient_checkpointing,
         attention=config.model.attention,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=config.train.options,
     )
-    environment = plugin_environment(TRAIN_ENGINES, components.engine, engine_config)
-    ranks = config.train.ranks if role in ("policy", "critic") else 1
+
+
+def _rank_plans(
+    config: WorkerNeeds, components: Components, name: str, engine: str, engine_config: EngineConfig, ranks: int
+) -> list[WorkerPlan]:
+    environment = plugin_environment(TRAIN_ENGINES, engine, engine_config)
     return [
         WorkerPlan(
-            name=f"{role}-{rank}",
+            name=f"{name}-{rank}",
             worker=TrainWorker,
-            arguments=(components.engine, engine_config, environment),
+            arguments=(engine, engine_config, environment),
             environment=environment,
             cpus=config.placement.cpus_per_worker,
             gpus=config.placement.gpus_per_worker if components.device == "cuda" else 0.0,
@@ -122,7 +151,7 @@ def training_plans(config: RunConfig, components: Components, role: Role) -> lis
     ]
 
 
-def rollout_plans(config: RunConfig, components: Components) -> list[WorkerPlan]:
+def rollout_plans(config: WorkerNeeds, components: Components) -> list[WorkerPlan]:
     """The rollout engines."""
     rollout = config.rollout
     backend_config = RolloutConfig(
@@ -153,27 +182,25 @@ def rollout_plans(config: RunConfig, components: Components) -> list[WorkerPlan]
 
 
 def roles_of(config: RunConfig) -> list[Role]:
-    """The training roles of a run, the policy first."""
+    """The training roles of a run, the policy first; reward models have plans of their own."""
     recipe = config.algorithm.recipe
     roles: list[Role] = ["policy"]
     if recipe.needs_critic:
         roles.append("critic")
     if recipe.needs_reference:
         roles.append("reference")
-    if config.reward.model is not None:
-        roles.append("reward")
     return roles
 
 
 def _model_of(config: RunConfig, role: Role) -> str:
     model = config.model
+    judges = [part.path for part in config.reward.engine_parts().values() if isinstance(part, ModelPart)]
     start = {
         "policy": model.policy,
         "reference": model.reference or model.policy,
-        "critic": model.critic or config.reward.model or model.policy,
-        "reward": config.reward.model,
-    }[role]
-    return str(start)
+        "critic": model.critic or (judges or [model.policy])[0],
+    }
+    return start[role]
 
 
 def _optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:

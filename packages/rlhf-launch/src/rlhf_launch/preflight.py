@@ -8,13 +8,13 @@ from typing import Any
 
 from rlhf_algos.data import DataSource, read_rows
 from rlhf_algos.torch_models import check_model_path
-from rlhf_core import ConfigError, RewardFunction, load_object
-from rlhf_rollout import PythonReward
+from rlhf_core import ConfigError, load_object
 
 from rlhf_launch.components import Components, choose_components
 from rlhf_launch.config import EvaluationSection, RunConfig
 from rlhf_launch.evaluation import HeldOut
 from rlhf_launch.prompts import Prompt, make_prompts
+from rlhf_launch.rewarding import CheckedReward, check_reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Inputs:
     held_out: Mapping[str, HeldOut]
     dropped: int
     """Prompts left out for their length."""
-    reward_function: RewardFunction | None
+    reward: CheckedReward
 
 
 def check_inputs(config: RunConfig) -> Inputs:
@@ -41,24 +41,29 @@ def check_inputs(config: RunConfig) -> Inputs:
         "model.policy": config.model.policy,
         "model.reference": config.model.reference,
         "model.critic": config.model.critic,
-        "reward.model": config.reward.model,
     }.items():
         if path is not None:
             check_model_path(path, what=key)
-    reward = None
-    if config.reward.function is not None:
-        reward = PythonReward(config.reward.function, timeout_s=config.reward.timeout_s)
     if config.rollout.agent is not None:
         load_object(config.rollout.agent.environment, what="rollout.agent.environment")
     tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
-    prompts, held_out, dropped = _prompts(config, tokenizer)
+    agent = config.rollout.agent is not None
+    reward = check_reward(config.reward, tokenizer, environment=agent)
+    try:
+        prompts, held_out, dropped = _prompts(config, tokenizer)
+        reward.check_columns(prompts, config.data.prompts, environment=agent)
+        for name, found in held_out.items():
+            reward.check_columns(found.prompts, f"evaluations.{name}", environment=agent)
+    except BaseException:
+        reward.close()
+        raise
     return Inputs(
         components=components,
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
         dropped=dropped,
-        reward_function=reward,
+        reward=reward,
     )
 
 

@@ -1,17 +1,29 @@
-"""The run's reward function together with the tokenizer that gives it the text of the responses."""
+"""The run's reward: checked before anything is started, put together when the reward models are up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import RewardFunction, Trajectory
+from rlhf_algos.torch_models import check_model_path
+from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory
+from rlhf_rollout import CombinedReward, FaultPolicy, ModelReward, RobustReward, StepReward
+from rlhf_rollout.endpoints import unreachable
+from rlhf_rollout.reward_parts import HTTPPart, JudgePart, ModelPart, RewardPart, StepsPart
+
+from rlhf_launch.prompts import Prompt
+from rlhf_launch.reward_config import RewardSection
+from rlhf_launch.train_group import TrainGroup
+
+_WITH_EPISODES = frozenset({"turns", "environment"})
+"""Columns that the agent loop adds to those of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewarder:
-    """A reward and its decoder."""
+    """The run's reward together with the tokenizer that gives it the text of the responses."""
 
     reward: RewardFunction
     tokenizer: Any
@@ -21,3 +33,129 @@ class Rewarder:
         return self.tokenizer.batch_decode(
             [list(trajectory.response_token_ids) for trajectory in trajectories], skip_special_tokens=True
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedReward:
+    """The parts of a reward, of which those without an engine of their own are made and ready."""
+
+    parts: Mapping[str, RewardPart]
+    ready: Mapping[str, RewardFunction]
+    tokenizers: Mapping[str, Any]
+    """Of the process reward models, by part."""
+    needed: Mapping[str, frozenset[str]]
+    """Columns of the data that each part needs."""
+    policy: FaultPolicy
+    combined: bool
+    """False for a lone short form, whose components keep their names."""
+
+    def check_columns(self, prompts: Sequence[Prompt], source: str, *, environment: bool) -> None:
+        """Refuse data without a column that a part needs.
+
+        Raises:
+            DataError: names the part, the row and the columns that are there.
+        """
+        given = frozenset({"prompt"}) | (_WITH_EPISODES if environment else frozenset())
+        for name, columns in self.needed.items():
+            for prompt in prompts:
+                if missing := columns - given - set(prompt.metadata):
+                    there = ", ".join(sorted({"prompt", *prompt.metadata}))
+                    raise DataError(
+                        f"{source} row {int(prompt.prompt_id) + 1}: the reward {name!r} needs the column "
+                        f"{min(missing)!r}; found {there}. Add it, or say which column it is (data.columns, or the "
+                        "part's own setting)"
+                    )
+
+    def close(self) -> None:
+        """End what the ready parts have started."""
+        for reward in self.ready.values():
+            if (close := getattr(reward, "close", None)) is not None:
+                close()
+
+
+def check_reward(section: RewardSection, tokenizer: Any, *, environment: bool) -> CheckedReward:
+    """Make every part that needs no engine, and check the others' models.
+
+    Raises:
+        ConfigError: a key that is not set, a server that cannot be reached, a model that is not there or has
+            another vocabulary.
+        PluginError: a function that cannot be imported or called, or a missing extra.
+    """
+    parts = section.all_parts(environment=environment)
+    ready: dict[str, RewardFunction] = {}
+    tokenizers: dict[str, Any] = {}
+    needed: dict[str, frozenset[str]] = {}
+    with ExitStack() as undo:
+        for name, part in parts.items():
+            if isinstance(part, ModelPart | StepsPart):
+                check_model_path(part.path, what=f"reward {name!r}")
+                tokenizers[name] = _check_tokenizer(name, part, tokenizer)
+                continue
+            if isinstance(part, HTTPPart | JudgePart):
+                _check_servers(name, part.endpoints.urls)
+            ready[name], needed[name] = part.make(name)
+            if (close := getattr(ready[name], "close", None)) is not None:
+                undo.callback(close)
+        undo.pop_all()
+    return CheckedReward(
+        parts=parts,
+        ready=ready,
+        tokenizers=tokenizers,
+        needed=needed,
+        policy=section.policy,
+        combined=bool(section.parts) or len(parts) > 1,
+    )
+
+
+def open_reward(
+    checked: CheckedReward, groups: Mapping[str, TrainGroup], tokenizer: Any
+) -> tuple[RewardFunction, Callable[[], None]]:
+    """The whole reward, and what closes it. `groups` are the reward models' ranks by part."""
+    rewards: dict[str, RewardFunction] = {}
+    for name, part in checked.parts.items():
+        if isinstance(part, StepsPart):
+            reward: RewardFunction = StepReward(
+                groups[name],
+                checked.tokenizers[name],
+                part,
+                policy_tokenizer=tokenizer,
+                name=name,
+                min_rows=part.ranks,
+            )
+        elif isinstance(part, ModelPart):
+            reward = ModelReward(groups[name], name=name, min_rows=part.ranks)
+        else:
+            reward = checked.ready[name]
+        rewards[name] = RobustReward(reward, part.policy or checked.policy, name=name)
+    if not checked.combined:
+        (alone,) = rewards.values()
+        return alone, alone.close  # type: ignore[attr-defined]
+    combined = CombinedReward(rewards, {name: part.weight for name, part in checked.parts.items()})
+    return combined, combined.close
+
+
+def _check_servers(name: str, urls: Sequence[str]) -> None:
+    lost = unreachable(urls)
+    if len(lost) == len(set(urls)):
+        url, reason = next(iter(lost.items()))
+        raise ConfigError(f"reward {name!r}: no server answers at {url} ({reason}); start it, or mend the address")
+
+
+def _check_tokenizer(name: str, part: ModelPart | StepsPart, policy_tokenizer: Any) -> Any:
+    """The model's own tokenizer, if it has one."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(part.path)
+    except (OSError, ValueError) as error:
+        if isinstance(part, StepsPart):
+            raise ConfigError(f"reward {name!r}: no tokenizer can be loaded from {part.path!r}: {error}") from error
+        return None
+    probe = "The answer is 42: 6 * 7.\n"
+    ours, theirs = (t(probe, add_special_tokens=False)["input_ids"] for t in (policy_tokenizer, tokenizer))
+    if isinstance(part, ModelPart) and ours != theirs:
+        raise ConfigError(
+            f"reward {name!r}: {part.path!r} has another vocabulary than the policy, whose tokens it would read; "
+            "use a reward model of the policy's family, or serve it and use kind: http"
+        )
+    return tokenizer

@@ -43,9 +43,8 @@ class CodeReward:
     Components: `passed` (share), `timeout`, `no_code`.
     """
 
-    name = "code"
-
-    def __init__(self, config: CodeRewardConfig | None = None) -> None:
+    def __init__(self, config: CodeRewardConfig | None = None, *, name: str = "code") -> None:
+        self.name = name
         self._config = config or CodeRewardConfig()
         self._threads = ThreadPoolExecutor(self._config.workers, thread_name_prefix="code reward")
 
@@ -60,6 +59,10 @@ class CodeReward:
             for trajectory, text in zip(trajectories, texts, strict=True)
         ]
         return list(await asyncio.gather(*map(asyncio.wrap_future, calls)))
+
+    def close(self) -> None:
+        """End the threads; programs that run are left to their deadlines."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _grade(self, code: str, tests: str | Sequence[tuple[str, str]]) -> Score:
         if not code.strip():

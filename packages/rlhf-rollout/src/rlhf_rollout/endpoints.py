@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Mapping
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from rlhf_core import ConfigError, PluginError, RewardError
 
@@ -39,7 +42,7 @@ class EndpointsConfig:
         if not self.urls or isinstance(self.urls, str):
             raise ConfigError(f"endpoints: urls must be a list with at least one address, got {self.urls!r}")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
+            if not _is_address(url):
                 raise ConfigError(f"endpoints: {url!r} is no address; write http://host:port/path")
         if self.attempts < 1 or self.timeout_s <= 0 or self.max_in_flight < 1:
             raise ConfigError(
@@ -156,6 +159,30 @@ class Session:
             return answer.json()
         except ValueError as error:
             raise _Refused(f"{url} answered what is not JSON: {answer.text[:200]!r}") from error
+
+
+def unreachable(urls: Iterable[str], *, timeout_s: float = 5.0) -> dict[str, str]:
+    """Addresses at which no connection can be made now, with the reason. One behind a proxy is not tried."""
+    found = {}
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        if getproxies().get(parts.scheme) and not proxy_bypass(host):
+            continue
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((host, port), timeout=timeout_s).close()
+        except OSError as error:
+            found[url] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class _TryAgain(Exception):

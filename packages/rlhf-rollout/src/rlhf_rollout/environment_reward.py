@@ -8,7 +8,7 @@ from rlhf_core import Score, Trajectory
 
 
 class EnvironmentReward:
-    """RewardFunction of what the environment gave: the sum over the turns.
+    """RewardFunction of what the environment gave: the sum over the turns, which also says where it fell.
 
     Components: `turns`, and the numbers that the environment logged.
     """
@@ -20,6 +20,7 @@ class EnvironmentReward:
         return [
             Score(
                 value=sum(trajectory.rewards),
+                rewards=trajectory.rewards,
                 components={
                     "turns": float(trajectory.metadata.get("turns", 0)),
                     **trajectory.metadata.get("environment", {}),

@@ -25,6 +25,8 @@ Weigh correctness, helpfulness and form in a few sentences. Then, on a line of i
 Rating: N
 where N is a number from 1 (useless) to 10 (perfect)."""
 
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeConfig:
@@ -123,6 +125,15 @@ class JudgeReward:
         return Score(value=(rating - low) / (high - low), components={"rating": rating})
 
 
+def template_columns(template: str) -> frozenset[str]:
+    """Columns of the data that a template names.
+
+    >>> sorted(template_columns("{prompt} {completion} {rubric}, not {} or {0}"))
+    ['prompt', 'rubric']
+    """
+    return frozenset(_FIELD.findall(template)) - {"completion"}
+
+
 def _fill(template: str, trajectory: Trajectory, text: str) -> str:
     """The template with its fields filled in; braces in the values mean nothing."""
     values = {**trajectory.metadata, "completion": text}
@@ -135,4 +146,4 @@ def _fill(template: str, trajectory: Trajectory, text: str) -> str:
             )
         return str(values[match.group(1)])
 
-    return re.sub(r"\{([A-Za-z_]\w*)\}", field_of, template)
+    return _FIELD.sub(field_of, template)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
+
+from rlhf_core import PluginError
 
 
 def math_answer(completion: str, answer: str, **columns: Any) -> float:
@@ -58,6 +61,16 @@ def _parse_gold(answer: str) -> tuple[Any, ...]:
     text = after_hashes(answer)
     # A bare formula or interval, unlike a bare number, is only recognised between dollar signs.
     return tuple(parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None))
+
+
+def check_math_verify() -> None:
+    """Find out now whether the math-verify library is there.
+
+    Raises:
+        PluginError: it is not.
+    """
+    if find_spec("math_verify") is None:
+        raise PluginError("the reward `math` needs the math-verify library: install rlhf-rollout[math]")
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core import ConfigError, PluginError, RewardError, Score, Trajectory, check_scores
 
 from rlhf_rollout.reward_worker import read_message, write_message
+from rlhf_rollout.too_slow import RewardTooSlow
 
 START_TIMEOUT_S = 120.0
 """Deadline for a worker to import its function."""
@@ -31,6 +32,8 @@ class ProcessRewardConfig:
     """`module:function`, see PythonReward. Its module is imported in the workers alone."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the function."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Parameter of the function: the data's column that it takes, where their names differ."""
     timeout_s: float = 60.0
     """Deadline of one batch, from the moment that a worker takes it."""
     workers: int = 1
@@ -49,9 +52,10 @@ class ProcessReward:
     A worker is started when it is first needed, and again after it was killed or died.
     """
 
-    def __init__(self, config: ProcessRewardConfig) -> None:
-        self.name: str = config.function
+    def __init__(self, config: ProcessRewardConfig, *, name: str | None = None) -> None:
+        self.name: str = name or config.function
         self._config = config
+        self._closed = False
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix=f"reward {config.function}")
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(config.workers):
@@ -70,8 +74,28 @@ class ProcessReward:
         call = self._threads.submit(self._score, list(trajectories), list(texts))
         return await asyncio.wrap_future(call)
 
+    def check(self) -> frozenset[str]:
+        """Start a worker now, which is kept for the first batch; returns the columns that the data must have.
+
+        Raises:
+            PluginError: the function cannot be imported, or has the wrong signature.
+        """
+        kept, worker = self._idle.get(), None
+        try:
+            if kept is not None:
+                kept.kill()
+            worker, columns = _start(self._config, self.name)
+        except _Gone as gone:
+            raise PluginError(f"reward {self.name}: {self._config.function} {gone.how}") from None
+        finally:
+            self._idle.put(worker)
+        return columns
+
     def close(self) -> None:
-        """End the workers; batches still running fail."""
+        """End the workers; batches still running fail. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for _ in range(self._config.workers):
             with contextlib.suppress(queue.Empty):
@@ -83,11 +107,11 @@ class ProcessReward:
         """In a thread of the pool, of which there are as many as workers."""
         worker = self._idle.get()
         try:
-            worker = worker or _start(self._config)
+            worker = worker or _start(self._config, self.name)[0]
             kind, content, sample_ids = worker.call((trajectories, texts), self._config.timeout_s)
         except _Gone as gone:
             worker = None
-            raise RewardError(
+            raise (RewardTooSlow if gone.late else RewardError)(
                 f"reward {self.name} {gone.how} scoring {len(trajectories)} samples, the first is "
                 f"{trajectories[0].sample_id!r}; the process was replaced"
             ) from None
@@ -102,9 +126,10 @@ class ProcessReward:
 class _Gone(Exception):
     """The worker was killed or died."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, *, late: bool) -> None:
         super().__init__(how)
         self.how = how
+        self.late = late
 
 
 class _Worker:
@@ -137,7 +162,7 @@ class _Worker:
             self.kill()
             code = self._process.wait()
             how = f"did not return within {timeout_s:g} s" if late.is_set() else f"lost its process (exit {code})"
-            raise _Gone(how) from None
+            raise _Gone(how, late=late.is_set()) from None
         finally:
             timer.cancel()
 
@@ -148,12 +173,23 @@ class _Worker:
         self._process.wait()
 
 
-def _start(config: ProcessRewardConfig) -> _Worker:
+def _start(config: ProcessRewardConfig, name: str) -> tuple[_Worker, frozenset[str]]:
+    """A worker that has imported the function, and the columns that it needs."""
     worker = _Worker()
-    # The process is what holds the deadline; the function's own must not come first.
-    setup = {"function": config.function, "options": dict(config.options), "timeout_s": 10 * config.timeout_s}
-    kind, content, _ = worker.call(setup, START_TIMEOUT_S)
+    setup = {
+        "function": config.function,
+        "options": dict(config.options),
+        "columns": dict(config.columns),
+        "name": name,
+        # The process is what holds the deadline; the function's own must not come first.
+        "timeout_s": 10 * config.timeout_s,
+    }
+    try:
+        kind, content, columns = worker.call(setup, START_TIMEOUT_S)
+    except _Gone as gone:
+        # Not the samples' doing.
+        raise _Gone(f"{gone.how} while it was imported", late=False) from None
     if kind != "ready":
         worker.kill()
         raise PluginError(f"reward worker: {content}")
-    return worker
+    return worker, frozenset(columns)

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core import PluginError, RewardError, Score, Trajectory, check_scores, load_object
 
-_HOW_TO = (
-    "write it as `def reward(completion: str, prompt: str, **columns) -> float` (one sample per call) or "
-    "`def reward(completions: list[str], prompts: list[str], **columns) -> list[float]` (a whole batch)"
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardSignature:
-    """What a reward function takes, read from its parameters."""
-
-    batched: bool
-    """True if it gets lists for the whole batch, False if it is called once per sample."""
-    columns: frozenset[str]
-    """Columns it names, besides text and prompt."""
-    required: frozenset[str]
-    """Those without a default: the data must have them."""
-    any_columns: bool
-    """True if it takes `**columns`: it then gets every column there is."""
+from rlhf_rollout.reward_signature import HOW_TO, check_renamed, read_signature, with_options
+from rlhf_rollout.too_slow import RewardTooSlow
 
 
 class PythonReward:
@@ -40,7 +22,7 @@ class PythonReward:
     convention of TRL), and by name any column of the data; batched functions get columns as lists. It may also
     ask for `completion_ids`, the response's token ids. It returns a number per sample, or a dict whose `score` is
     the number and whose other entries are logged under their names. `options` are further keyword arguments, the
-    same in every call.
+    same in every call; `columns` says which column of the data a parameter takes where their names differ.
 
     Raises:
         PluginError: the path cannot be imported, the signature is neither of the two, or has not the options.
@@ -53,18 +35,26 @@ class PythonReward:
         timeout_s: float = 60.0,
         name: str | None = None,
         options: Mapping[str, Any] | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         if isinstance(function, str):
             name = name or function
             function = load_object(function, what="reward function")
         if not callable(function):
-            raise PluginError(f"reward function {name!r} is a {type(function).__name__}, not a function; {_HOW_TO}")
+            raise PluginError(f"reward function {name!r} is a {type(function).__name__}, not a function; {HOW_TO}")
         self.name: str = name or getattr(function, "__qualname__", type(function).__name__)
-        function, options = _with_options(function, options or {}, name=self.name)
+        function, options = with_options(function, options or {}, name=self.name)
         self.signature = read_signature(function, name=self.name, bound=frozenset(options))
         self._function = function
         self._bound = frozenset(options)
+        self._renamed = check_renamed(columns or {}, self.signature, name=self.name)
         self._timeout_s = timeout_s
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns that the data must have."""
+        required = self.signature.required - {"completion_ids"}
+        return frozenset(self._renamed.get(parameter, parameter) for parameter in required)
 
     async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
         """See RewardFunction.
@@ -85,7 +75,7 @@ class PythonReward:
         try:
             values = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
         except TimeoutError:
-            raise RewardError(
+            raise RewardTooSlow(
                 f"reward {self.name} did not return within {self._timeout_s:g} s for {_names(trajectories)}; "
                 "make it faster, give it its own time limit, or raise timeout_s"
             ) from None
@@ -100,11 +90,11 @@ class PythonReward:
 
     def _check_columns(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
-            if missing := self.signature.required - set(trajectory.metadata) - {"completion_ids"}:
+            if missing := self.columns - set(trajectory.metadata):
                 raise RewardError(
                     f"reward {self.name} needs the column {min(missing)!r}, which sample "
                     f"{trajectory.sample_id!r} does not have (columns: {', '.join(sorted(trajectory.metadata))}); "
-                    "add it to the data or give the parameter a default",
+                    "add it to the data, rename it by columns, or give the parameter a default",
                     sample_ids=(trajectory.sample_id,),
                 )
 
@@ -154,7 +144,7 @@ class PythonReward:
         return failure
 
     def _batch_arguments(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> dict[str, Any]:
-        rows = [_columns(trajectory) for trajectory in trajectories]
+        rows = [self._row(trajectory) for trajectory in trajectories]
         names = set().union(*rows) - self._bound if self.signature.any_columns else self.signature.columns
         columns = {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
         columns.pop("prompts", None)
@@ -163,70 +153,16 @@ class PythonReward:
         return {**columns, "completions": list(texts)}
 
     def _sample_arguments(self, trajectory: Trajectory, text: str) -> dict[str, Any]:
-        row = _columns(trajectory)
+        row = self._row(trajectory)
         names = set(row) - self._bound if self.signature.any_columns else self.signature.columns & set(row)
         wanted = {name: row[name] for name in names}
         return {**wanted, "completion": text}
 
-
-def read_signature(
-    function: Callable[..., Any], *, name: str, bound: frozenset[str] = frozenset()
-) -> RewardSignature:
-    """Tell how a reward function wants to be called; `bound` parameters have their value already.
-
-    >>> read_signature(lambda completions, answer: [], name="f").required
-    frozenset({'answer'})
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise PluginError(f"the signature of reward function {name} cannot be read ({error}); {_HOW_TO}") from error
-    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise PluginError(
-            f"reward function {name} takes {positional[0]!r} by position only, but is called by keyword; {_HOW_TO}"
-        )
-    texts = by_name & {"completion", "completions"}
-    if len(texts) != 1:
-        raise PluginError(
-            f"reward function {name} must have exactly one of the parameters `completion` and `completions`, got "
-            f"({', '.join(str(p) for p in parameters)}); {_HOW_TO}"
-        )
-    batched = "completions" in texts
-    columns = by_name - texts - bound
-    required = {p.name for p in parameters if p.name in columns and p.default is p.empty}
-    if not batched and "prompts" in required:
-        raise PluginError(
-            f"reward function {name} mixes `completion` (one sample) with `prompts` (a batch); {_HOW_TO}"
-        )
-    return RewardSignature(
-        batched=batched,
-        columns=frozenset(columns),
-        required=frozenset("prompt" if column == "prompts" else column for column in required),
-        any_columns=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
-
-
-def _with_options(
-    function: Callable[..., Any], options: Mapping[str, Any], *, name: str
-) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """The function with its options filled in."""
-    if not options:
-        return function, options
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise PluginError(f"the signature of reward function {name} cannot be read ({error})") from error
-    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if unknown := sorted(set(options) - known):
-        raise PluginError(
-            f"reward function {name} has no option {unknown[0]!r}; it has {', '.join(sorted(known)) or 'none'}"
-        )
-    return functools.partial(function, **options), options
-
-
-def _columns(trajectory: Trajectory) -> dict[str, Any]:
-    return {**trajectory.metadata, "completion_ids": list(trajectory.response_token_ids)}
+    def _row(self, trajectory: Trajectory) -> dict[str, Any]:
+        """What there is for one sample, by the names of the function's parameters."""
+        data = trajectory.metadata
+        renamed = {parameter: data[column] for parameter, column in self._renamed.items() if column in data}
+        return {**data, **renamed, "completion_ids": list(trajectory.response_token_ids)}
 
 
 def _finish(result: Any) -> Any:

@@ -74,7 +74,7 @@ class RobustReward:
     ) -> None:
         self._reward = reward
         self._policy = policy or FaultPolicy()
-        self._name: str = name or getattr(reward, "name", type(reward).__name__)
+        self.name: str = name or getattr(reward, "name", type(reward).__name__)
         self._failed_attempts = self._dropped = self._dropped_in_a_row = 0
         self._latest: deque[Failed] = deque(maxlen=16)
 
@@ -90,6 +90,11 @@ class RobustReward:
             RewardError: the policy is to stop, or too many samples in a row were dropped.
         """
         return await self._score(trajectories, texts, attempts=self._policy.attempts)
+
+    def close(self) -> None:
+        """Close the reward in it, if it can be closed."""
+        if (close := getattr(self._reward, "close", None)) is not None:
+            close()
 
     async def _score(
         self, trajectories: Sequence[Trajectory], texts: Sequence[str], *, attempts: int
@@ -130,7 +135,7 @@ class RobustReward:
         try:
             call = self._reward.score(trajectories, texts)
             scores = list(await asyncio.wait_for(call, self._policy.timeout_s))
-            check_scores(scores, trajectories, source=self._name)
+            check_scores(scores, trajectories, source=self.name)
         except (UserError, EngineDiedError):
             raise
         except Exception as error:
@@ -143,8 +148,8 @@ class RobustReward:
         if isinstance(error, RewardError):
             return error
         if isinstance(error, TimeoutError) and self._policy.timeout_s is not None:
-            return RewardError(f"reward {self._name} did not return within {self._policy.timeout_s:g} s")
-        return RewardError(f"reward {self._name} raised {type(error).__name__}: {error}")
+            return RewardError(f"reward {self.name} did not return within {self._policy.timeout_s:g} s")
+        return RewardError(f"reward {self.name} raised {type(error).__name__}: {error}")
 
     def _drop(self, trajectory: Trajectory, error: RewardError) -> Failed:
         failed = Failed(sample_id=trajectory.sample_id, reason=str(error))
@@ -154,7 +159,7 @@ class RobustReward:
         _log.warning("dropped sample %r: %s", failed.sample_id, failed.reason)
         if self._dropped_in_a_row >= self._policy.max_dropped_in_a_row:
             raise RewardError(
-                f"reward {self._name} failed for {self._dropped_in_a_row} samples in a row, so the run stops; the "
+                f"reward {self.name} failed for {self._dropped_in_a_row} samples in a row, so the run stops; the "
                 f"last was {failed.sample_id!r}: {failed.reason}"
             ) from error
         return failed

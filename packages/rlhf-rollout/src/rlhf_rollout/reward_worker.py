@@ -50,7 +50,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
     except Exception as error:
         write_message(target, ("refused", f"{type(error).__name__}: {error}", ()))
         return
-    write_message(target, ("ready", reward.name, ()))
+    write_message(target, ("ready", reward.name, tuple(reward.columns)))
     while True:
         try:
             trajectories, texts = read_message(source)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from rlhf_core import (
-    Batch,
     ConfigError,
     Failed,
-    ModelOutputs,
     RewardFunction,
     Score,
     Trajectory,
@@ -19,22 +15,16 @@ from rlhf_core import (
 )
 
 from rlhf_rollout.concurrency import gather_or_cancel
-
-
-class Scorer(Protocol):
-    """What ModelReward needs of a training engine in the reward role; a group of ranks has the same method."""
-
-    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
-        """See TrainEngine."""
-        ...
+from rlhf_rollout.joined_scoring import JoinedScorer, Scorer
 
 
 class ModelReward:
     """RewardFunction from a reward model, which reads the very tokens that were sampled."""
 
-    def __init__(self, engine: Scorer, *, name: str = "reward model") -> None:
-        self._engine = engine
-        self._name = name
+    def __init__(self, engine: Scorer, *, name: str = "reward model", min_rows: int = 1) -> None:
+        """`engine` is in the reward role; `min_rows` is what it needs at least: its ranks, if it has several."""
+        self.name = name
+        self._engine = JoinedScorer(engine, min_rows=min_rows)
 
     async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
         """See RewardFunction; `texts` are not used.
@@ -46,16 +36,22 @@ class ModelReward:
             return []
         # The temperature has no say in a row's score, so samples of several temperatures may share a batch.
         batch = collate(trajectories, temperature=1.0)
-        outputs = await asyncio.to_thread(self._engine.score, batch, ("scores",))
+        outputs = await self._engine.score(batch, ("scores",))
         if outputs.scores is None:
-            raise TypeError(f"{type(self._engine).__name__} gave no `scores`; use an engine in the reward role")
+            raise TypeError(f"{self.name}: the engine gave no `scores`; use one in the reward role")
         scores = [Score(value=value) for value in outputs.scores.tolist()]
-        check_scores(scores, trajectories, source=self._name)
+        check_scores(scores, trajectories, source=self.name)
         return scores
+
+    def close(self) -> None:
+        """End the thread that asks the model; the engine is left as it is."""
+        self._engine.close()
 
 
 class CombinedReward:
     """Weighted sum of several rewards, run at once. Each part is logged under its name, unweighted.
+
+    Where parts say at which tokens their score fell, the weighted sum says it too.
 
     >>> CombinedReward({"correct": correct, "format": tidy}, weights={"format": 0.2})      # doctest: +SKIP
     """
@@ -81,12 +77,22 @@ class CombinedReward:
             check_scores(scores, trajectories, source=name)
         return [self._sum(dict(zip(self._rewards, row, strict=True))) for row in zip(*parts, strict=True)]
 
+    def close(self) -> None:
+        """Close the parts that can be closed."""
+        for reward in self._rewards.values():
+            if (close := getattr(reward, "close", None)) is not None:
+                close()
+
     def _sum(self, parts: Mapping[str, Score | Failed]) -> Score | Failed:
         value, components = 0.0, {}
+        rewards: list[float] = []
         for name, part in parts.items():
             if isinstance(part, Failed):
                 return Failed(sample_id=part.sample_id, reason=f"{name}: {part.reason}")
             value += self._weights[name] * part.value
             components[name] = part.value
             components |= {f"{name}/{inner}": number for inner, number in part.components.items()}
-        return Score(value=value, components=components)
+            if part.rewards:
+                before = rewards or [0.0] * len(part.rewards)
+                rewards = [a + self._weights[name] * b for a, b in zip(before, part.rewards, strict=True)]
+        return Score(value=value, components=components, rewards=tuple(rewards))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from rlhf_core import Batch, ConfigError, Score, Trajectory, check_scores, pad_rows
 
-from rlhf_rollout.rewards import Scorer
+from rlhf_rollout.joined_scoring import JoinedScorer, Scorer
 
 Aggregate = Literal["min", "product", "mean", "last"]
 _AGGREGATES: Mapping[Aggregate, Callable[[Sequence[float]], float]] = {
@@ -67,14 +67,16 @@ class StepReward:
         *,
         policy_tokenizer: Any = None,
         name: str = "steps",
+        min_rows: int = 1,
     ) -> None:
         """`engine` has a scalar head (role `reward` or `critic`); `tokenizer` is the model's own.
 
-        `policy_tokenizer` is the one that made `texts`, if it is another; only `per_step` needs it.
+        `policy_tokenizer` is the one that made `texts`, if it is another; only `per_step` needs it. `min_rows` is
+        what the engine needs at least: its ranks, if it has several.
         """
         self.name = name
         self._policy_tokenizer = policy_tokenizer or tokenizer
-        self._engine = engine
+        self._engine = JoinedScorer(engine, min_rows=min_rows)
         self._tokenizer = tokenizer
         self._config = config
         placeholder = tokenizer.convert_tokens_to_ids(config.placeholder)
@@ -96,15 +98,19 @@ class StepReward:
         steps = [split_steps(text, self._config.separator) for text in texts]
         prompts = [str(trajectory.metadata.get("prompt", "")) for trajectory in trajectories]
         batch = await asyncio.to_thread(self._batch, prompts, steps)
-        outputs = await asyncio.to_thread(self._engine.score, batch, ("values",))
+        outputs = await self._engine.score(batch, ("values",))
         if outputs.values is None:
-            raise TypeError(f"{type(self._engine).__name__} gave no `values`; use an engine with a scalar head")
+            raise TypeError(f"{self.name}: the engine gave no `values`; use one with a scalar head")
         scores = []
         for row, trajectory in enumerate(trajectories):
             values = outputs.values[row][batch.response_mask[row, : outputs.values.shape[1]]]
             scores.append(self._score(values.sigmoid().tolist(), steps[row], trajectory, texts[row]))
         check_scores(scores, trajectories, source=self.name)
         return scores
+
+    def close(self) -> None:
+        """End the thread that asks the model; the engine is left as it is."""
+        self._engine.close()
 
     def _batch(self, prompts: Sequence[str], steps: Sequence[Sequence[str]]) -> Batch:
         """Rows with a True after each placeholder: there an engine says what the head gave at the placeholder."""

@@ -31,7 +31,7 @@ def format_match(completion: str, *, pattern: str, whole: bool = True, **columns
     >>> format_match("<think>6 * 7</think> 42", pattern=form), format_match("42", pattern=form)
     (1.0, 0.0)
     """
-    expression = _compile(pattern)
+    expression = compile_pattern(pattern)
     text = completion.strip()
     return float(bool(expression.fullmatch(text) if whole else expression.search(text)))
 
@@ -64,7 +64,12 @@ def length_match(
 
 
 @lru_cache(maxsize=256)
-def _compile(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression, in which a dot matches line breaks too.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -1,0 +1,76 @@
+"""The `reward` section of a run's configuration: where scores come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlhf_core import ConfigError
+from rlhf_rollout.reward_parts import (
+    EnginePart,
+    EnvironmentPart,
+    FunctionPart,
+    ModelPart,
+    RewardPart,
+    StepsPart,
+)
+from rlhf_rollout.reward_policy import FaultPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSection:
+    """Where scores come from: the weighted sum of `parts`, each logged under its name.
+
+    `function` and `model` are the short forms of a part with that name and kind. The rewards of the environment of
+    `rollout.agent` are a part by themselves, named `environment` unless a part of that kind has another name.
+    """
+
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    """Name: {kind: function | http | judge | code | math | exact | fuzzy | regex | length | model | steps |
+    environment, weight: 1.0, policy: ..., and what the kind has}."""
+    function: str | None = None
+    """`module:function`; called with `completions` and `prompts` and the data's other columns."""
+    model: str | None = None
+    """Sequence-classification model with one label."""
+    timeout_s: float = 60.0
+    """Deadline for `function` on the samples of one prompt."""
+    policy: FaultPolicy = field(default_factory=FaultPolicy)
+    """What happens when one fails: attempts, then `stop` the run or `drop` the samples at fault."""
+
+    def __post_init__(self) -> None:
+        for name in self.parts:
+            if not name or "/" in name or "." in name:
+                raise ConfigError(f"reward.parts: {name!r} is no name for a part; leave out '/' and '.'")
+        for name, value in (("function", self.function), ("model", self.model)):
+            if value is not None and name in self.parts:
+                raise ConfigError(f"reward.{name} is the short form of reward.parts.{name}, which is there too")
+
+    def all_parts(self, *, environment: bool) -> dict[str, RewardPart]:
+        """The parts by name, the short forms and that of an environment included.
+
+        Raises:
+            ConfigError: there is none, or one for an environment without an environment.
+        """
+        parts: dict[str, RewardPart] = {}
+        if self.function is not None:
+            parts["function"] = FunctionPart(function=self.function, timeout_s=self.timeout_s)
+        if self.model is not None:
+            parts["model"] = ModelPart(path=self.model)
+        parts |= self.parts
+        of_environment = [name for name, part in parts.items() if isinstance(part, EnvironmentPart)]
+        if of_environment and not environment:
+            raise ConfigError(f"reward.parts.{of_environment[0]}: there is no environment; set rollout.agent")
+        if environment and not of_environment:
+            parts["environment"] = EnvironmentPart()
+        if not parts:
+            raise ConfigError(
+                "no reward: give reward.function ('module:function'), reward.model (a path), or reward.parts"
+            )
+        return parts
+
+    def engine_parts(self) -> dict[str, EnginePart]:
+        """The parts that need an engine of their own, by name."""
+        if not self.parts and self.model is None:
+            return {}
+        parts = self.all_parts(environment=True)
+        return {name: part for name, part in parts.items() if isinstance(part, ModelPart | StepsPart)}
