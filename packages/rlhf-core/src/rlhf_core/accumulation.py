@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_core.batch import Batch
 from rlhf_core.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
+from rlhf_core.routing import NO_CHOICE
 
 
 class Ranks(Protocol):
@@ -192,6 +193,8 @@ def score_in_micro_batches(
                     # One number per micro-batch; the mean over rows stands for the batch.
                     result[name] += value * len(rows) / batch.rows
                 elif value.dim() > 1:
+                    if name == "routed_experts" and not result[name].numel():
+                        result[name] = value.new_full((*result[name].shape[:2], value.shape[2]), NO_CHOICE)
                     result[name][rows, : value.shape[1]] = value
                 else:
                     result[name][rows] = value

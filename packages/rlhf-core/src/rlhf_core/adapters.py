@@ -33,9 +33,9 @@ class LoraConfig:
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the linear layers that get adapters; the heads never do."""
     quantize: FourBit | None = None
-    """Hold the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), with doubly quantised
-    scales. A frozen engine with the same setting loads the same 4-bit weights: the reference that such a policy
-    starts from."""
+    """Hold the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), with
+    doubly quantised scales. A frozen engine with the same setting loads the same 4-bit weights: the reference that
+    such a policy starts from."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

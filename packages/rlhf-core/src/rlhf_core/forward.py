@@ -27,6 +27,7 @@ from rlhf_core.log_probs import (
 from rlhf_core.loss import ModelOutputs
 from rlhf_core.packed_attention import has_dropout, is_packing
 from rlhf_core.packing import PackedRows, pack
+from rlhf_core.routing import Routers, has_routers, to_rows, to_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,15 +51,17 @@ class HiddenStates:
 
 
 def model_outputs(
-    model: nn.Module, batch: Batch, fields: Sequence[str], *, chunk: int | None = None
+    model: nn.Module, batch: Batch, fields: Sequence[str], *, chunk: int | None = None, replay: bool = False
 ) -> ModelOutputs:
     """Run `model` on the rows of `batch` (on the model's device) and return `fields` of ModelOutputs.
 
     Gradients flow unless the caller disables them. The head runs only where there is a response token, on
-    `chunk` of them at a time (None chooses by the size of the vocabulary).
+    `chunk` of them at a time (None chooses by the size of the vocabulary). With `replay` the experts are those of
+    the batch's column `routed_experts`, if it has one (see `rlhf_core.routing`).
     """
     routed = "aux_loss" in fields
-    hidden = hidden_states(model, batch, routed=routed)
+    record = "routed_experts" in fields
+    hidden = hidden_states(model, batch, routed=routed, record=record, replay=replay)
     mask = _predicted(batch)
     result: dict[str, Tensor] = {}
     if "log_probs" in fields or "entropy" in fields:
@@ -88,6 +91,9 @@ def model_outputs(
         last = torch.zeros_like(mask)
         last[torch.arange(batch.rows, device=mask.device), batch.lengths - 1] = True
         result["scores"] = _full_precision(_scalar_head(model)(hidden.at(last)).squeeze(-1))
+    if record:
+        choices = Routers.of(model).recorded()
+        result["routed_experts"] = to_rows(choices, hidden.places, batch.attention_mask)
     if routed:
         result["aux_loss"] = _router_loss(model, hidden)
     return ModelOutputs(**{name: tensor for name, tensor in result.items() if name in fields})
@@ -102,11 +108,25 @@ def top_k_log_probs(model: nn.Module, batch: Batch, k: int) -> tuple[Tensor, Ten
         )
 
 
-def hidden_states(model: nn.Module, batch: Batch, *, routed: bool = False) -> HiddenStates:
-    """States of the last layer, packed if the model can."""
-    if is_packing(model):
-        return packed_states(model, pack(batch, share_prompts=not has_dropout(model)), routed=routed)
+def hidden_states(
+    model: nn.Module, batch: Batch, *, routed: bool = False, record: bool = False, replay: bool = False
+) -> HiddenStates:
+    """States of the last layer, packed if the model can; `record` and `replay` concern its routers."""
+    packed = pack(batch, share_prompts=not has_dropout(model)) if is_packing(model) else None
+    if record or has_routers(model) or (replay and "routed_experts" in batch):
+        places = _padded_places(batch) if packed is None else packed.places
+        count = batch.token_ids.numel() if packed is None else packed.token_ids.numel()
+        wanted = None
+        if replay and "routed_experts" in batch:
+            wanted = to_tokens(batch["routed_experts"], places, batch.attention_mask, count)
+        Routers.of(model).begin(record=record, wanted=wanted)
+    if packed is not None:
+        return packed_states(model, packed, routed=routed)
     return padded_states(model, batch, routed=routed)
+
+
+def _padded_places(batch: Batch) -> Int[Tensor, "rows length"]:
+    return torch.arange(batch.token_ids.numel(), device=batch.token_ids.device).view(batch.token_ids.shape)
 
 
 def _predicted(batch: Batch) -> Bool[Tensor, "rows length"]:
@@ -127,10 +147,9 @@ def padded_states(model: Any, batch: Batch, *, routed: bool = False) -> HiddenSt
         **({"output_router_logits": True} if routed else {}),
     )
     states = outputs.last_hidden_state
-    rows, length = batch.token_ids.shape
     return HiddenStates(
-        states=states.reshape(rows * length, -1),
-        places=torch.arange(rows * length, device=states.device).view(rows, length),
+        states=states.flatten(0, 1),
+        places=_padded_places(batch),
         router_logits=outputs.router_logits if routed else None,
         counted=batch.attention_mask,
     )

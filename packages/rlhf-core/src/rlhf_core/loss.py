@@ -7,12 +7,12 @@ depend on micro-batch size, packing, padding, accumulation steps or the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf_core.batch import Batch
@@ -22,7 +22,8 @@ from rlhf_core.batch import Batch
 class ModelOutputs:
     """What a model says about a batch. Fields that were not asked for are None.
 
-    All per-token fields are aligned with `Batch.token_ids` and zero where `response_mask` is False.
+    Per-token fields are aligned with `Batch.token_ids`; all but `routed_experts` are zero where `response_mask` is
+    False.
     """
 
     log_probs: Float[Tensor, "rows length"] | None = None
@@ -37,6 +38,9 @@ class ModelOutputs:
     """Log-probs of the k tokens per position that the batch's column `candidate_ids` [rows, length, k] names."""
     aux_loss: Float[Tensor, ""] | None = None
     """Router load-balancing loss of a mixture-of-experts model."""
+    routed_experts: Int[Tensor, "rows length choices"] | None = None
+    """Experts each token went through, those of the first layer first; -1 in the padding. As the batch's column of
+    this name they are chosen again (see `rlhf_core.routing`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +95,12 @@ class Loss:
             return float(self(zero_outputs(batch, self.outputs), batch).weight)
 
 
-def zero_outputs(batch: Batch, fields: Iterable[str]) -> ModelOutputs:
+def zero_outputs(batch: Batch, fields: Sequence[str]) -> ModelOutputs:
     """Outputs of the right shapes with nothing but zeros."""
     per_token = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
     shapes = {"scores": per_token[:, 0], "aux_loss": per_token.sum()}
+    if "routed_experts" in fields:
+        shapes["routed_experts"] = per_token.new_zeros(*per_token.shape, 0, dtype=torch.int16)
     if "candidate_ids" in batch:
         shapes["candidate_log_probs"] = torch.zeros_like(batch["candidate_ids"], dtype=per_token.dtype)
     return ModelOutputs(**{name: shapes.get(name, per_token) for name in fields})

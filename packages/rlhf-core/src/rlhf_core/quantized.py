@@ -66,7 +66,7 @@ def settle_quantized(model: Any) -> None:
 
 
 def _only_codes(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave out the scales of the codes: they come with the base model, and loading them back is not provided for."""
+    """Leave out the scales of the codes: they come with the base model."""
     for name in [name for name in state if name.startswith(prefix + "weight.")]:
         del state[name]
 

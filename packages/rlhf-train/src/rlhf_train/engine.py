@@ -80,7 +80,8 @@ class DeepSpeedEngine:
             freeze(model, zero.freeze)
         if sharded:
             mark_expert_blocks(model)
-        self._module: Any = RoleModel(model, sharded=sharded)
+        self._replays = zero.routing_replay and config.role == "policy"
+        self._module: Any = RoleModel(model, sharded=sharded, replay=self._replays)
         self._deepspeed: Any = self._wrap(settings)
         if zero.packing:
             self._enable_packing()
@@ -150,6 +151,8 @@ class DeepSpeedEngine:
 
     def _raw_scores(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
         self._module.eval()
+        if self._replays and "log_probs" in outputs and "routed_experts" not in batch:
+            outputs = (*outputs, "routed_experts")
         mine, own = self._shared(batch)
         with self.memory.phase("score"):
             scored = score_in_micro_batches(

@@ -13,14 +13,13 @@ from rlhf_core.adapters import FourBit
 from rlhf_core.quantized import quantized_loading, settle_quantized
 
 
-def load_model(
-    config: EngineConfig, zero_config: dict[str, Any] | None, *, quantize: FourBit | None = None
-) -> Any:
+def load_model(config: EngineConfig, zero_config: dict[str, Any] | None, *, quantize: FourBit | None = None) -> Any:
     """The model of `config.role` in `config.dtype`.
 
     Args:
         config: what to load.
         zero_config: the DeepSpeed configuration if parameters are to be created sharded (stage 3), else None.
+            A quantised model is created whole on every rank, and sharded when DeepSpeed wraps it.
         quantize: hold linear layers in this 4-bit type.
 
     Raises:
@@ -43,7 +42,11 @@ def load_model(
         arguments |= quantized_loading(quantize, dtype=dtype, device=device, extra="rlhf-train[qlora]")
     kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     try:
-        with torch.random.fork_rng(devices=[]), _sharded_creation(zero_config), _quiet_load_report():
+        with (
+            torch.random.fork_rng(devices=[]),
+            _sharded_creation(None if quantize else zero_config),
+            _quiet_load_report(),
+        ):
             torch.manual_seed(config.seed)
             model, info = kind.from_pretrained(config.model, output_loading_info=True, **arguments)
     except (OSError, ValueError) as error:
@@ -53,7 +56,9 @@ def load_model(
         settle_quantized(model)
     if config.gradient_checkpointing and config.optimizer is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.requires_grad_(config.optimizer is not None)
+    for parameter in model.parameters():
+        parameter.requires_grad_(config.optimizer is not None and parameter.is_floating_point())
+    return model
 
 
 def _check_path(model: str) -> None:

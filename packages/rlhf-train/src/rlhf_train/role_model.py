@@ -25,9 +25,10 @@ class RoleModel(nn.Module):
     own hooks.
     """
 
-    def __init__(self, model: Any, *, sharded: bool) -> None:
+    def __init__(self, model: Any, *, sharded: bool, replay: bool = False) -> None:
         super().__init__()
         self.model = model
+        self._replay = replay
         head = model.get_output_embeddings()
         self._width = head.in_features if isinstance(head, nn.Linear) else None
         if sharded and isinstance(head, nn.Linear):
@@ -45,7 +46,7 @@ class RoleModel(nn.Module):
         if batch is None:
             enable_packing(self.model)
             return {}
-        outputs = model_outputs(self.model, batch, fields)
+        outputs = model_outputs(self.model, batch, fields, replay=self._replay)
         found = {name: value for name in fields if (value := getattr(outputs, name)) is not None}
         if torch.is_grad_enabled() and not bool(batch.response_mask[:, 1:].any()):
             self._touch_head(found)
@@ -58,7 +59,7 @@ class RoleModel(nn.Module):
 
     def _touch_head(self, found: dict[str, Tensor]) -> None:
         """Give the head a gradient of zero where no token needs it: the other ranks reduce theirs and wait."""
-        for name in ("log_probs", "entropy"):
+        for name in ("log_probs", "entropy", "candidate_log_probs"):
             if name in found and self._width is not None:
                 nothing = torch.zeros(1, self._width, dtype=self.model.dtype, device=found[name].device)
                 found[name] = found[name] + 0.0 * self.model.get_output_embeddings()(nothing).sum()

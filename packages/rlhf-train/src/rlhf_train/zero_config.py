@@ -39,6 +39,9 @@ class ZeroConfig:
     """Consecutive ranks that share their rows and hold a slice of the tokens each (Ulysses); for long rows."""
     deep_compile: bool = False
     """Compile the model with DeepCompile. CUDA, stages 1 and 3."""
+    routing_replay: bool = False
+    """Mixture-of-experts models: `score` of log-probs also says which experts each token went through
+    (`routed_experts`), and a batch with this column runs through them again, in `score` and `step`."""
     offload_optimizer: bool = False
     """Keep optimizer state and master weights in host memory (stage 1 and up)."""
     offload_parameters: bool = False
@@ -68,7 +71,14 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"engine options: stage must be 0, 1, 2 or 3, got {self.stage!r}")
-        for name in ("packing", "offload_optimizer", "offload_parameters", "pin_memory", "deep_compile"):
+        for name in (
+            "packing",
+            "routing_replay",
+            "offload_optimizer",
+            "offload_parameters",
+            "pin_memory",
+            "deep_compile",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"engine options: {name} must be true or false, got {getattr(self, name)!r}")
         if self.average_decay is not None and not 0 < self.average_decay < 1:
@@ -81,6 +91,8 @@ class ZeroConfig:
             raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
         if self.zero_hpz_partition_size > 1 and self.stage != 3:
             raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
+        if self.routing_replay and self.sequence_parallel_size > 1:
+            raise ConfigError("engine options: routing_replay does not work with sequence_parallel_size above 1")
         for name in (
             "zero_hpz_partition_size",
             "sequence_parallel_size",
