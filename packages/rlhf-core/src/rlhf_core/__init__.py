@@ -30,19 +30,20 @@ from rlhf_core.manifest import Bucket, TensorSpec, WeightManifest
 from rlhf_core.masking import masked_mean, masked_sum
 from rlhf_core.plugins import ROLLOUT_BACKENDS, TRAIN_ENGINES, load_object, load_plugin, plugin_names
 from rlhf_core.random_state import RandomState
+from rlhf_core.receiving import receive_weights
 from rlhf_core.rewards import Failed, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.schedule import learning_rate
+from rlhf_core.sending import send_weights
 from rlhf_core.trajectory import Trajectory
 from rlhf_core.transport import Link, Receiver, Sender, join, open_sender
 from rlhf_core.weights import (
     ModuleWeights,
+    PackingSource,
     WeightSource,
     check_base,
     check_coverage,
     copy_into,
-    receive_weights,
-    send_weights,
 )
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Observation",
     "OneRank",
     "OptimizerConfig",
+    "PackingSource",
     "PauseMode",
     "PluginError",
     "RLHFError",

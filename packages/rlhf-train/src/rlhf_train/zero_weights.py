@@ -6,20 +6,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest
+from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest, WeightSyncError
 from rlhf_core.adapters import adapted_layers, base_name, merged
 from rlhf_core.quantized import dequantized, outline
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
 from rlhf_train.models import gathered
+from rlhf_train.zero_shards import collect, reachable
 
 _PARTS = 2
 """Gathers per bucket."""
 
 
 class ZeroWeights:
-    """WeightSource for any ZeRO stage; tied parameters appear once.
+    """PackingSource for any ZeRO stage; tied parameters appear once.
 
     Transformers keeps some weights in another layout than their checkpoint (fused experts, for instance). They
     travel under the names and in the shapes that `save_pretrained` would write. Adapters are
@@ -38,18 +39,23 @@ class ZeroWeights:
         self._converted = True
         self._sources: dict[str, str] = {}
         """Checkpoint name to the parameter it is made of."""
+        self._plain: set[str] = set()
+        """Names of parameters that are in the checkpoint as they are here, but for adapters."""
         self._specs = tuple(self._describe())
-        self._converted = any(target != source for target, source in self._sources.items())
+        self._converted = len(self._plain) < len(self._specs)
 
     def _describe(self) -> Iterator[TensorSpec]:
         for name, parameter in self._parameters.items():
-            for target, tensor in self._to_checkpoint({name: outline(parameter)}).items():
+            like = outline(parameter)
+            for target, tensor in self._to_checkpoint({name: like}).items():
                 if target in self._sources:
                     raise ConfigError(
                         f"weight {target!r} of {type(self._model).__name__} is made of several parameters "
                         f"({self._sources[target]!r} and {name!r}); such layouts cannot be synchronised"
                     )
                 self._sources[target] = name
+                if tensor is like and target == name:
+                    self._plain.add(name)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 yield TensorSpec(name=target, shape=tuple(tensor.shape), dtype=dtype)
 
@@ -66,6 +72,40 @@ class ZeroWeights:
         wanted = [spec.name for spec in bucket.tensors]
         for names in self._parts(wanted, limit=bucket.nbytes // _PARTS):
             yield from self._gather(names)
+
+    def packs(self, bucket: Bucket) -> bool:
+        """See PackingSource."""
+        return any(self._direct(spec) for spec in bucket.tensors)
+
+    def pack(self, bucket: Bucket, flat: Tensor | None) -> None:
+        """See PackingSource. Rank 0 is the one that sends.
+
+        Raises:
+            WeightSyncError: another rank has the buffer.
+        """
+        rank = torch.distributed.get_rank()
+        if (flat is not None) != (rank == 0):
+            raise WeightSyncError(
+                f"weights leave by training rank 0, but rank {rank} was called with{'out' if flat is None else ''} "
+                "a sender; give the sender to rank 0 and None to the others"
+            )
+        places = dict(bucket.views(flat)) if flat is not None else {}
+        direct = [spec.name for spec in bucket.tensors if self._direct(spec)]
+        parameters = [self._parameters[name] for name in direct]
+        with torch.no_grad():
+            collect(parameters, [places[name] for name in direct] if flat is not None else None)
+        others = sorted({spec.name for spec in bucket.tensors} - set(direct))
+        for names in self._parts(others, limit=bucket.nbytes // _PARTS):
+            for name, tensor in self._gather(names):
+                if flat is not None:
+                    places[name].copy_(tensor)
+
+    def _direct(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is a parameter's values, whose shards can go straight to their places."""
+        if spec.name not in self._plain or spec.name.removesuffix(".weight") in self._layers:
+            return False
+        parameter = self._parameters[spec.name]
+        return spec.torch_dtype == parameter.dtype and reachable(parameter)
 
     def _parts(self, wanted: list[str], *, limit: int) -> Iterator[list[str]]:
         """Names whose parameters are gathered together; all that is made of one parameter stays together."""

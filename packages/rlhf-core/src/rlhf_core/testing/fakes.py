@@ -10,8 +10,9 @@ import torch
 from rlhf_core.backends import BackendCapabilities, PauseMode, RolloutConfig
 from rlhf_core.errors import EngineDiedError, StaleWeightsError, WeightSyncError
 from rlhf_core.generation import FinishReason, GenerationRequest, GenerationResult, Sample
+from rlhf_core.manifest import WeightManifest
+from rlhf_core.receiving import receive_weights
 from rlhf_core.transport import Link, Receiver, join
-from rlhf_core.weights import WeightManifest, receive_weights
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]
 """(request, index of the sample) -> its tokens, the last of which counts as end-of-text."""

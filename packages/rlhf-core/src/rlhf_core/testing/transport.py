@@ -19,8 +19,9 @@ from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, RLHFError, WeightSyncError
 from rlhf_core.manifest import Bucket, TensorSpec, WeightManifest
+from rlhf_core.receiving import receive_weights
+from rlhf_core.sending import send_weights
 from rlhf_core.transport import Receiver, Sender, join, open_sender
-from rlhf_core.weights import receive_weights, send_weights
 
 
 class Source:

@@ -14,8 +14,9 @@ from rlhf_core.delta import DeltaMode, DeltaSource
 from rlhf_core.generation import GenerationRequest, Sample
 from rlhf_core.log_probs import log_probs_from_logits
 from rlhf_core.manifest import TensorSpec, WeightManifest
+from rlhf_core.sending import send_weights
 from rlhf_core.transport import Sender, open_sender
-from rlhf_core.weights import ModuleWeights, WeightSource, send_weights
+from rlhf_core.weights import ModuleWeights, WeightSource
 
 BUCKET_BYTES = 32 << 10
 """Small, so that the tiny models travel in many buckets."""

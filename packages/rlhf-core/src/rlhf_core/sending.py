@@ -1,0 +1,114 @@
+"""The sending half of a sync: gather bucket after bucket, pack each into a flat buffer, send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.manifest import Bucket, WeightManifest
+from rlhf_core.sealing import seal
+from rlhf_core.transport import Sender, Sending
+from rlhf_core.weights import PackingSource, WeightSource
+
+
+def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender | None) -> None:
+    """Send every bucket of `manifest`; run by all ranks of the engine, `sender` being None on all but one.
+
+    Two buffers alternate, so that the next bucket is gathered and packed while the last one is on its way; with
+    what the source gathers at a time they are all the memory it takes. A PackingSource writes into the buffer
+    itself. A bucket that is one tensor in the right form already is sent from where it is.
+
+    Raises:
+        WeightSyncError: the source does not keep to its manifest, or a receiver is gone.
+        DeadlineExceeded: receivers did not take the weights in time.
+    """
+    buckets = manifest.buckets()
+    if sender is None:
+        for bucket in buckets:
+            if (packing := _packing(source, bucket)) is not None:
+                packing.pack(bucket, None)
+                continue
+            for _ in source.gather(bucket):
+                pass
+        return
+    # Large tensors that travel alone are mostly sent in place and need no buffer.
+    shared = [bucket.nbytes for bucket in buckets if len(bucket.tensors) > 1 or _packing(source, bucket)]
+    pending: list[Sending | None] = [None, None]
+    for index, bucket in enumerate(buckets):
+        slot = index % 2
+        if (sending := pending[slot]) is not None:
+            sending.wait()
+        size = max([bucket.nbytes, *shared])
+        flat = _filled(source, bucket, sender.device, lambda slot=slot, size=size: sender.buffers(size)[slot])
+        if bucket.checksum:
+            seal(manifest, bucket, flat)
+        pending[slot] = sender.send(flat, bucket)
+        del flat
+    # Oldest first: the receiver takes them in the order of sending.
+    for index in (len(buckets), len(buckets) + 1):
+        if (sending := pending[index % 2]) is not None:
+            sending.wait()
+    sender.finish()
+
+
+def _filled(source: WeightSource, bucket: Bucket, device: torch.device, buffer: Callable[[], Tensor]) -> Tensor:
+    """The bucket's bytes: in the buffer, or where the source has them."""
+    if (packing := _packing(source, bucket)) is not None:
+        flat = buffer()[: bucket.nbytes]
+        packing.pack(bucket, flat)
+        return flat
+    tensors = source.gather(bucket)
+    if len(bucket.tensors) == 1:
+        tensors = list(tensors)
+        if (in_place := _in_place(bucket, tensors, device)) is not None:
+            return in_place
+    flat = buffer()[: bucket.nbytes]
+    _pack(bucket, tensors, flat)
+    return flat
+
+
+def _packing(source: WeightSource, bucket: Bucket) -> PackingSource | None:
+    """The source, if it packs this bucket itself."""
+    packs = getattr(source, "packs", None)
+    return cast(PackingSource, source) if packs is not None and packs(bucket) else None
+
+
+def _in_place(bucket: Bucket, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> Tensor | None:
+    """The bytes of the bucket's only tensor, if they can be sent as they are."""
+    if bucket.checksum or len(tensors) != 1:
+        return None
+    ((name, tensor),) = tensors
+    (spec,) = bucket.tensors
+    as_is = (
+        name == spec.name
+        and spec.changed is None
+        and tensor.dtype == spec.torch_dtype
+        and tuple(tensor.shape) == spec.shape
+        and tensor.device.type == device.type
+        and tensor.is_contiguous()
+        and spec.nbytes == bucket.nbytes
+    )
+    return tensor.detach().reshape(-1).view(torch.uint8) if as_is else None
+
+
+def _pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], flat: Tensor) -> None:
+    """Copy the tensors into the buffer, casting to the manifest's dtypes; every name exactly once."""
+    places = dict(bucket.views(flat))
+    for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+        if spec.changed is not None:
+            places[spec.name] = flat[offset : offset + spec.nbytes]
+    for name, tensor in tensors:
+        if name not in places:
+            raise WeightSyncError(f"weight {name!r} was gathered twice or is not in the bucket's manifest")
+        place = places.pop(name)
+        if place.shape != tensor.shape:
+            raise WeightSyncError(
+                f"weight {name!r} has shape {tuple(tensor.shape)}, its manifest says {tuple(place.shape)}"
+            )
+        place.copy_(tensor)
+    if places:
+        raise WeightSyncError(f"weights missing from a gathered bucket: {', '.join(sorted(places))}")
