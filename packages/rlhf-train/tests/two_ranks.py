@@ -34,6 +34,7 @@ from rlhf_core.testing.engine import SMOOTH, faulty_loss, forward, gap, rows, su
 from rlhf_train import DeepSpeedEngine
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from two_rank_features import FeatureChecks
+from two_rank_models import ModelChecks
 
 STEPS = 3
 LONG = (900, 850, 40)
@@ -102,7 +103,7 @@ def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: t.clone() for bucket in manifest.buckets() for name, t in source.gather(bucket)}
 
 
-class Checks(FeatureChecks):
+class Checks(FeatureChecks, ModelChecks):
     """One method per check, run in the order of their definition."""
 
     def __init__(self, work: Path, rank: int) -> None:
@@ -348,7 +349,8 @@ def main() -> None:
     work = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     checks = Checks(work, rank)
-    every = [*vars(Checks), *(name for name in vars(FeatureChecks) if callable(getattr(FeatureChecks, name)))]
+    kinds = (Checks, FeatureChecks, ModelChecks)
+    every = [name for kind in kinds for name, value in vars(kind).items() if callable(value)]
     names = sys.argv[2:] or [name for name in every if not name.startswith("_") and name != "start"]
     results: dict[str, Any] = {}
     for name in names:

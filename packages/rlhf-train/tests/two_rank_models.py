@@ -1,0 +1,149 @@
+"""More checks for two_ranks.py: 4-bit base weights, replayed routing, candidates of every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_core import Batch, Loss, LossTerms, ModelOutputs
+from rlhf_core.testing.engine import SMOOTH, forward, gap, supervised_loss
+from two_rank_features import NLL, half, plain_steps, samples, smooth_adam, weights_of
+
+DRAWN = 3
+"""Candidates per place."""
+
+
+def teacher_loss(outputs: ModelOutputs, batch: Batch, config: Any) -> LossTerms:
+    """Cross-entropy against a teacher that likes all candidates alike, as distillation has it."""
+    assert outputs.candidate_log_probs is not None
+    total = -outputs.candidate_log_probs.masked_fill(~batch.response_mask[..., None], 0).sum() / DRAWN
+    return LossTerms(total=total, weight=batch.response_mask.sum().float())
+
+
+def with_candidates(batch: Batch) -> Batch:
+    """The last four rows, a rank's whole share, have no response."""
+    ids = (batch.token_ids[..., None] * torch.arange(2, 2 + DRAWN)) % 500
+    mask = batch.response_mask.clone()
+    mask[4:] = False
+    return replace(batch.with_columns(candidate_ids=ids), response_mask=mask)
+
+
+def perturb_routers(engine: Any) -> None:
+    """Every router gets the next expert's weights for each expert."""
+    import deepspeed
+
+    gates = [p for n, p in engine.model.named_parameters() if n.endswith(("gate.weight", "router.weight"))]
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(gates, modifier_rank=0):
+        for gate in gates:
+            gate.copy_(gate.roll(1, dims=0))
+
+
+class ModelChecks:
+    """One method per check; see `two_ranks.Checks`, which has `start`, `work` and `rank`."""
+
+    work: Path
+    rank: int
+    start: Any
+
+    def quantized(self) -> dict[str, Any]:
+        """4-bit base weights under adapters: alike in all stages, leave in full precision, continue bit for bit."""
+        found, merged = {}, {}
+        batch = half(samples(), self.rank)
+        for stage in (0, 2, 3):
+            path = self.work / f"quantized-{stage}"
+            path.mkdir(exist_ok=True)
+            fields = {
+                "optimizer": replace(SMOOTH, learning_rate=0.05),
+                "options": {"stage": stage, "lora": {"rank": 4, "quantize": "nf4"}},
+            }
+            first, second = self.start("untied", **fields), self.start("untied", **fields)
+            frozen = self.start("untied", **{**fields, "optimizer": None}, role="reference")
+            same = (first.score(batch).log_probs - frozen.score(batch).log_probs).abs().max()
+            frozen.close()
+            before = weights_of(first)
+            for step in range(2):
+                first.step(half(samples(step), self.rank), NLL)
+            merged[stage] = weights_of(first)
+            first.save(path)
+            second.load(path)
+            for engine in (first, second):
+                engine.step(batch, NLL)
+            first.export(path)
+            scored = first.score(batch).log_probs
+            memory = first.memory_report()
+            found[str(stage)] = {
+                "dtypes": sorted({str(tensor.dtype) for tensor in before.values()}),
+                "reference": float(same),
+                "moved": gap(before, merged[stage]),
+                "gap": gap(merged[stage], merged[0]),
+                "resumed": gap(weights_of(first), weights_of(second)),
+                "exported": float((forward(str(path), batch)[0] - scored).abs().max()),
+                "parameters": memory.parameters,
+                "whole": sum(4 * tensor.numel() for tensor in before.values()),
+            }
+            first.close()
+            second.close()
+        engine = self.start("untied", dtype="bfloat16", options={"stage": 3, "lora": {"quantize": "nf4"}})
+        reports = [engine.step(batch, NLL) for _ in range(3)]
+        dtypes = sorted({spec.dtype for spec in engine.weights().manifest(0).tensors})
+        found["bfloat16"] = {"losses": [report.loss for report in reports], "dtypes": dtypes}
+        engine.close()
+        return found
+
+    def candidates(self) -> dict[str, Any]:
+        """Candidates' log-probs, where one rank has no place for any, against one plain process."""
+        loss = Loss(function=teacher_loss, outputs=("candidate_log_probs",))
+        batches = [with_candidates(samples(step)) for step in range(2)]
+        expected = plain_steps(self.work / "untied", batches, loss, smooth_adam)
+        found = {}
+        for stage, max_tokens in ((2, 900), (3, 900), (3, 20)):
+            engine = self.start("untied", options={"stage": stage}, max_tokens_per_micro_batch=max_tokens)
+            before = weights_of(engine)
+            for batch in batches:
+                engine.step(half(batch, self.rank), loss)
+            found[f"{stage}-{max_tokens}"] = {
+                "gap": gap(weights_of(engine), expected),
+                "moved": gap(before, weights_of(engine)),
+            }
+            engine.close()
+        return found
+
+    def routing_replay(self) -> dict[str, Any]:
+        """Experts recorded by `score` are chosen again in `score` and `step`, whatever the routers say by then."""
+        found = {}
+        loss = Loss(function=supervised_loss)
+        batch = half(samples(), self.rank)
+        for kind in ("mixtral", "qwen-moe", "jamba"):
+            weights = {}
+            for stage in (2, 3):
+                options = {"stage": stage, "routing_replay": True}
+                engine = self.start(kind, options=options, max_tokens_per_micro_batch=30)
+                first = engine.score(batch)
+                column = batch.with_columns(routed_experts=first.routed_experts)
+                again = engine.score(column, ("log_probs", "routed_experts"))
+                perturb_routers(engine)
+                free = engine.score(batch)
+                replayed = engine.score(column, ("log_probs", "routed_experts"))
+                before = weights_of(engine)
+                engine.step(column, loss)
+                weights[stage] = after = weights_of(engine)
+                engine.close()
+                other = self.start(kind, options={"stage": stage}, max_tokens_per_micro_batch=30)
+                perturb_routers(other)
+                other.step(column, loss)
+                found[f"{kind}-{stage}"] = {
+                    "unchanged": float((first.log_probs - again.log_probs).abs().max()),
+                    "used": torch.equal(replayed.routed_experts, first.routed_experts),
+                    "differ": not torch.equal(free.routed_experts, first.routed_experts),
+                    "routers": min(
+                        float((before[name] - after[name]).abs().max())
+                        for name in before
+                        if name.endswith(("gate.weight", "router.weight"))
+                    ),
+                    "stages": gap(weights[2], after),
+                    "without": gap(after, weights_of(other)),
+                }
+                other.close()
+        return found
