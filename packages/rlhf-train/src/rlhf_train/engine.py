@@ -26,6 +26,7 @@ from rlhf_core.random_state import RandomState
 from rlhf_core.schedule import learning_rate
 from torch import Tensor
 
+from rlhf_train.adapter_weights import AdapterWeights
 from rlhf_train.averaging import AverageWeights
 from rlhf_train.background_save import PendingSave
 from rlhf_train.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint, save_in_background
@@ -269,6 +270,19 @@ class DeepSpeedEngine:
     def weights(self) -> WeightSource:
         """See TrainEngine. All ranks take part in `send_weights`; only one has a sender."""
         return ZeroWeights(self.model)
+
+    def adapter_weights(self) -> WeightSource:
+        """The adapters alone, for receivers that hold the weights that this engine was loaded with.
+
+        Raises:
+            ConfigError: there are none, or the engine's own weights are not those of the checkpoint (4 bits).
+        """
+        if self.zero.lora is not None and self.zero.lora.quantize is not None:
+            raise ConfigError(
+                "adapter sync: the policy's weights are in 4 bits, those of the rollout engines are not, and so an "
+                "adapter means something else to each; sync all weights (adapters: merged)"
+            )
+        return AdapterWeights(self.model)
 
     def offload(self) -> None:
         """See TrainEngine."""
