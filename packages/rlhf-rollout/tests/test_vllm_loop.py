@@ -42,7 +42,7 @@ class FakeEngine:
         self.gate = threading.Semaphore(0)
         self.closed = False
 
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+    def add_request(self, request_id: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
         if prompt["prompt_token_ids"] == [-1]:
             raise ValueError("token -1 is out of vocabulary")
         internal = request_id + "-internal"
@@ -82,7 +82,7 @@ class Rig:
         self.loop = EngineLoop(lambda: self.engine, lambda engine: engine.shut_down())  # type: ignore
 
     def ask(self, tokens: int, prompt: tuple[int, ...] = (1, 2)) -> Future[Any]:
-        return self.loop.generate(prompt, tokens)  # type: ignore[arg-type]
+        return self.loop.generate({"prompt_token_ids": list(prompt)}, tokens)  # type: ignore[arg-type]
 
     def steps(self, n: int) -> None:
         self.engine.gate.release(n)

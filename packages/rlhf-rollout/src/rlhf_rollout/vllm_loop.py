@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ class EngineLoop:
         build: makes the engine, on the thread; what it raises is raised by the constructor.
         shut_down: releases the engine, on the thread, at the very end.
         refusals: exceptions by which the engine rejects one request and stays healthy.
+        drain: the outputs of steps that the engine has begun and not finished; none if its steps do not overlap.
 
     Raises:
         EngineDiedError: by every method, once the engine has failed or `stop` was called.
@@ -47,8 +48,10 @@ class EngineLoop:
         shut_down: Callable[[LLMEngine], None],
         *,
         refusals: tuple[type[Exception], ...] = (ValueError, TypeError),
+        drain: Callable[[LLMEngine], Iterable[Sequence[Any]]] = lambda engine: (),
     ) -> None:
         self._refusals = refusals
+        self._drain = drain
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: str | None = None
@@ -67,10 +70,10 @@ class EngineLoop:
 
     # ------------------------------------------------------------ from any thread
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Future[RequestOutput]:
-        """Start a request; cancelling the future aborts it."""
+    def generate(self, prompt: Any, params: SamplingParams, lora_request: Any = None) -> Future[RequestOutput]:
+        """Start a request (the arguments are those of vLLM's `add_request`); cancelling the future aborts it."""
         done: Future[RequestOutput] = Future()
-        command = _Command(lambda engine: self._add(engine, prompt, params, done), Future())
+        command = _Command(lambda engine: self._add(engine, (prompt, params, lora_request), done), Future())
         command.done.add_done_callback(lambda future: self._resolve(done, error=future.exception()))
         self._post(command)
         return done
@@ -98,6 +101,7 @@ class EngineLoop:
 
     def hold(self, engine: LLMEngine, *, abort: bool) -> None:
         """Stop stepping; with `abort`, unfinished requests end now with the tokens they have."""
+        self.settle(engine)
         self._held = True
         if abort:
             for request_id, done in list(self._pending.items()):
@@ -107,6 +111,11 @@ class EngineLoop:
     def release(self, engine: LLMEngine) -> None:
         """Step again."""
         self._held = False
+
+    def settle(self, engine: LLMEngine) -> None:
+        """Collect the steps in flight, which there are between the stages of a pipeline."""
+        for outputs in self._drain(engine):
+            self._deliver(outputs)
 
     def refuse(self, engine: LLMEngine, reason: Exception) -> None:
         """Fail unfinished and later requests with `reason`, until `accept`."""
@@ -169,18 +178,16 @@ class EngineLoop:
         else:
             command.done.set_result(result)
 
-    def _add(
-        self, engine: LLMEngine, prompt: Sequence[int], params: SamplingParams, done: Future[RequestOutput]
-    ) -> None:
+    def _add(self, engine: LLMEngine, asked: tuple[Any, SamplingParams, Any], done: Future[RequestOutput]) -> None:
         if done.cancelled():
             return
         if self._refusal is not None:
             self._resolve(done, error=_again(self._refusal))
             return
         request_id = str(next(self._ids))
-        tokens: Any = {"type": "token", "prompt_token_ids": list(prompt)}  # vllm.inputs.engine.TokensInput
+        prompt, params, lora_request = asked
         try:
-            engine.add_request(request_id, tokens, params)
+            engine.add_request(request_id, prompt, params, lora_request=lora_request)
         except self._refusals as error:
             self._resolve(done, error=CapabilityError(f"vLLM refuses the request: {error}"))
             return

@@ -1,22 +1,15 @@
-"""From a RolloutConfig to a vLLM engine: process environment, engine arguments, build and release."""
+"""From a RolloutConfig to vLLM's own: process environment and engine arguments."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import gc
 import os
-import random
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_core import ConfigError, EngineDiedError, RolloutConfig
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
+from rlhf_core import ConfigError, RolloutConfig
 
 OWN_OPTIONS = frozenset({"cpu_threads", "sleep_level"})
 """Options that this package reads itself; all others are fields of vLLM's EngineArgs."""
@@ -29,8 +22,7 @@ _FIXED = {
     "async_scheduling": "no step may be in flight while weights change",
     "worker_extension_cls": "the weight receiver is a worker extension",
     "weight_transfer_config": "the weight receiver is a transfer engine",
-    "distributed_executor_backend": "it follows from tensor_parallel_size",
-    "pipeline_parallel_size": "split a model with tensor_parallel_size",
+    "distributed_executor_backend": "it follows from the number of workers",
     "data_parallel_size": "run several backends for more throughput",
     "stream_interval": "finished requests only are taken from the engine",
 }
@@ -80,6 +72,11 @@ def prepare_process(config: RolloutConfig) -> None:
             gc.enable()
 
 
+def worker_count(config: RolloutConfig) -> int:
+    """Workers of the engine: tensor-parallel ranks times pipeline stages."""
+    return config.tensor_parallel_size * int(config.options.get("pipeline_parallel_size", 1))
+
+
 def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs.
 
@@ -89,7 +86,6 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
     """
     _check_options(config)
     _check_device(config)
-    parallel = config.tensor_parallel_size > 1
     arguments: dict[str, Any] = {name: getattr(config, name) for name in _FROM_CONFIG}
     arguments |= {
         "disable_log_stats": True,
@@ -98,8 +94,8 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         "skip_tokenizer_init": not _has_tokenizer(config.model),
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
-        "distributed_executor_backend": "mp" if parallel else "uni",
-        "worker_extension_cls": "rlhf_rollout.vllm_weights.WeightSyncExtension",
+        "distributed_executor_backend": "mp" if worker_count(config) > 1 else "uni",
+        "worker_extension_cls": "rlhf_rollout.vllm_adapters.AdapterExtension",
         "weight_transfer_config": {"backend": "rlhf-link"},
     }
     if config.device == "cpu":
@@ -124,6 +120,10 @@ def _check_options(config: RolloutConfig) -> None:
         raise ConfigError(
             f"rollout option sleep_level must be 1 (weights wait in host memory) or 2 (weights are dropped and "
             f"must be sent again), got {config.options['sleep_level']!r}"
+        )
+    if config.options.get("enable_lora") and config.options.get("sleep_level", 1) == 2:
+        raise ConfigError(
+            "rollout option sleep_level=2 drops the weights that adapters (enable_lora) belong to; use level 1"
         )
 
 
@@ -180,93 +180,3 @@ def _cpu_cache_bytes(config: RolloutConfig) -> int | None:
     sequence = (-(-config.max_model_len // block) + 1) * block * per_token
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(sequence, min(config.max_num_seqs * sequence, free // 4))
-
-
-# ---------------------------------------------------------------- life of an engine
-
-_lock = threading.Lock()
-_alive = 0
-_group_is_ours = False
-"""Whether torch's default process group was made by vLLM (every engine of this process shares it)."""
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds the generators of the whole process, which a training engine may share."""
-    import numpy
-    import torch
-
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def build_engine(arguments: dict[str, Any]) -> LLMEngine:
-    """Load a model and sample one token with it. Run it on the thread that will step the engine.
-
-    Raises:
-        ConfigError: vLLM refuses the model or a setting.
-        EngineDiedError: the engine cannot run, for instance for lack of memory or of a kernel.
-    """
-    global _alive, _group_is_ours
-    import torch.distributed
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    with _lock:
-        if _alive == 0:
-            _group_is_ours = not torch.distributed.is_initialized()
-        _alive += 1
-    engine = None
-    try:
-        with _random_state_kept():
-            engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
-            engine.set_weight_version("0")
-            _sample_one_token(engine)
-    except Exception as error:
-        if engine is not None:
-            shut_down_engine(engine)
-        else:
-            with _lock:
-                _alive -= 1
-        if isinstance(error, (ValueError, OSError)):
-            raise ConfigError(f"vLLM refuses the rollout configuration: {error}") from error
-        raise EngineDiedError(f"the vLLM engine did not start: {type(error).__name__}: {error}") from error
-    return engine
-
-
-def _sample_one_token(engine: LLMEngine) -> None:
-    """Some unsupported models (head sizes without a kernel) fail only when they run."""
-    from vllm import SamplingParams
-
-    prompt: Any = {"type": "token", "prompt_token_ids": [0]}
-    engine.add_request("warm-up", prompt, SamplingParams(max_tokens=1, logprobs=0, detokenize=False))
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
-def shut_down_engine(engine: LLMEngine) -> None:
-    """Release workers and memory.
-
-    vLLM's own shutdown also destroys torch's default process group, which other engines of this process still
-    need and which a training engine may own; it is left to the last engine, and only if vLLM made the group.
-    """
-    global _alive
-    with _lock:
-        _alive -= 1
-        last = _alive == 0
-    client: Any = engine.engine_core
-    core = client.engine_core
-    if last and _group_is_ours:
-        client.shutdown()
-    else:
-        client._finalizer.detach()
-        core.structured_output_manager.clear_backend()
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
-        gc.unfreeze()
-    engine.renderer.shutdown()

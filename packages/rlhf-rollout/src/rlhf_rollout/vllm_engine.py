@@ -1,0 +1,117 @@
+"""The life of a vLLM engine in a process that others share: build, first token, steps in flight, release."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import ConfigError, EngineDiedError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_lock = threading.Lock()
+_alive = 0
+_group_is_ours = False
+"""Whether torch's default process group was made by vLLM (every engine of this process shares it)."""
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds the generators of the whole process, which a training engine may share."""
+    import numpy
+    import torch
+
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def build_engine(arguments: dict[str, Any]) -> LLMEngine:
+    """Load a model and sample one token with it. Run it on the thread that will step the engine.
+
+    Raises:
+        ConfigError: vLLM refuses the model or a setting.
+        EngineDiedError: the engine cannot run, for instance for lack of memory or of a kernel.
+    """
+    global _alive, _group_is_ours
+    import torch.distributed
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    with _lock:
+        if _alive == 0:
+            _group_is_ours = not torch.distributed.is_initialized()
+        _alive += 1
+    engine = None
+    try:
+        with _random_state_kept():
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+            engine.set_weight_version("0")
+            _sample_one_token(engine)
+    except Exception as error:
+        if engine is not None:
+            shut_down_engine(engine)
+        else:
+            with _lock:
+                _alive -= 1
+        if isinstance(error, (ValueError, OSError)):
+            raise ConfigError(f"vLLM refuses the rollout configuration: {error}") from error
+        raise EngineDiedError(f"the vLLM engine did not start: {type(error).__name__}: {error}") from error
+    return engine
+
+
+def _sample_one_token(engine: LLMEngine) -> None:
+    """Some unsupported models (head sizes without a kernel) fail only when they run."""
+    from vllm import SamplingParams
+
+    prompt: Any = {"type": "token", "prompt_token_ids": [0]}
+    engine.add_request("warm-up", prompt, SamplingParams(max_tokens=1, logprobs=0, detokenize=False))
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def steps_in_flight(engine: LLMEngine) -> Iterator[list[Any]]:
+    """Finish the steps under way between the stages of a pipeline, and begin none; yields their outputs."""
+    core: Any = engine.engine_core
+    core = core.engine_core
+    if not core.batch_queue:
+        return
+    from vllm.v1.core.sched.interface import PauseState
+
+    before = core.scheduler.pause_state
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.batch_queue:
+        yield engine.step()
+    core.scheduler.set_pause_state(before)
+
+
+def shut_down_engine(engine: LLMEngine) -> None:
+    """Release workers and memory.
+
+    vLLM's own shutdown also destroys torch's default process group, which other engines of this process still
+    need and which a training engine may own; it is left to the last engine, and only if vLLM made the group.
+    """
+    global _alive
+    with _lock:
+        _alive -= 1
+        last = _alive == 0
+    client: Any = engine.engine_core
+    core = client.engine_core
+    if last and _group_is_ours:
+        client.shutdown()
+    else:
+        client._finalizer.detach()
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()
+    engine.renderer.shutdown()

@@ -1,0 +1,115 @@
+"""From a GenerationRequest to vLLM's sampling parameters, and from vLLM's output to a GenerationResult."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from rlhf_core import (
+    BackendCapabilities,
+    CapabilityError,
+    EngineDiedError,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    LogProbMeaning,
+    RolloutConfig,
+    Sample,
+)
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+_LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to it
+
+
+def sampling_params(
+    request: GenerationRequest, config: RolloutConfig, capabilities: BackendCapabilities
+) -> SamplingParams:
+    """What vLLM is asked for.
+
+    Raises:
+        CapabilityError: the request needs what this engine cannot do, or its prompt fills `max_model_len`.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    _check(request, config, capabilities)
+    sampling = request.sampling
+    room = _room(request, config.max_model_len)
+    return SamplingParams(
+        n=1 if sampling.temperature == 0 else request.n,
+        # vLLM reads a seed of -1 as none; the modulus leaves all usual seeds as they are.
+        seed=None if request.seed is None else request.seed % 2**62,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        max_tokens=min(sampling.max_tokens, room),
+        min_tokens=min(sampling.min_tokens, room),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _check(request: GenerationRequest, config: RolloutConfig, capabilities: BackendCapabilities) -> None:
+    sampling = request.sampling
+    if request.images and not capabilities.images:
+        raise CapabilityError(
+            f"request {request.request_id!r}: this backend passes no images to vLLM; send text alone"
+        )
+    if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+        raise CapabilityError(
+            f"request {request.request_id!r}: vLLM samples at no temperature between 0 and "
+            f"{_LOWEST_TEMPERATURE}, got {sampling.temperature}; use 0 for greedy decoding"
+        )
+    if sampling.stop and not capabilities.stop_strings:
+        raise CapabilityError(
+            f"request {request.request_id!r}: stop strings need a tokenizer, and {config.model} has "
+            "none; use stop_token_ids"
+        )
+
+
+def _room(request: GenerationRequest, max_model_len: int) -> int:
+    """Tokens that fit behind the prompt."""
+    room = max_model_len - len(request.prompt_token_ids)
+    if room < 1:
+        raise CapabilityError(
+            f"request {request.request_id!r}: a prompt of {len(request.prompt_token_ids)} tokens leaves no "
+            f"room for a response within max_model_len={max_model_len}; raise that or shorten the prompt"
+        )
+    return room
+
+
+def generation_result(request: GenerationRequest, output: RequestOutput) -> GenerationResult:
+    """The samples of a finished request.
+
+    Raises:
+        EngineDiedError: vLLM ended the request for a reason of its own.
+    """
+    samples = tuple(_sample(completion) for completion in output.outputs)
+    meaning = request.sampling.meaning
+    if request.sampling.temperature == 0:
+        # Greedy decoding is the same n times, and vLLM truncates nothing for it.
+        samples = samples * request.n
+        meaning = LogProbMeaning()
+    return GenerationResult(request_id=request.request_id, samples=samples, meaning=meaning)
+
+
+def _sample(completion: CompletionOutput) -> Sample:
+    flat = cast(Any, completion.logprobs)
+    if completion.finish_reason not in ("stop", "length", "abort"):
+        raise EngineDiedError(f"vLLM ended a request with finish_reason={completion.finish_reason!r}")
+    return Sample(
+        token_ids=tuple(completion.token_ids),
+        # The sampled token comes first at each position.
+        log_probs=tuple(flat.logprobs[start] for start in flat.start_indices) if flat is not None else (),
+        weight_versions=tuple(
+            int(span.version) for span in completion.weight_versions or () for _ in range(span.end - span.start)
+        ),
+        finish_reason=cast(FinishReason, completion.finish_reason),
+    )

@@ -1,0 +1,149 @@
+"""What weights a vLLM engine holds, and how new ones come in; runs on the engine's thread, between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import (
+    CapabilityError,
+    DeadlineExceeded,
+    EngineDiedError,
+    Link,
+    StaleWeightsError,
+    WeightManifest,
+    WeightSyncError,
+    check_base,
+)
+
+from rlhf_rollout.vllm_loop import EngineLoop
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_RPC_MARGIN_S = 30.0
+
+
+class EngineWeights:
+    """The weights of one engine.
+
+    Args:
+        adapters: whether the engine was built with `enable_lora`.
+    """
+
+    def __init__(self, *, adapters: bool) -> None:
+        self.version = 0
+        """What the next token is sampled with."""
+        self._adapters = adapters
+        self._base: int | None = 0
+        """Version of the model's own weights, an adapter apart; None if they are undefined."""
+        self._stale = False
+        self._dropped = False
+        self._link: Link | None = None
+
+    def drop(self) -> None:
+        """Sleep has dropped the weights."""
+        self._base, self._dropped = None, True
+
+    def check_present(self, engine: LLMEngine, loop: EngineLoop) -> None:
+        """Refuse requests while weights that sleep dropped have not come again."""
+        if self._dropped:
+            loop.refuse(engine, StaleWeightsError("weights were dropped by sleep and not sent since; sync first"))
+
+    def connect(self, engine: LLMEngine, link: Link, rank: int) -> None:
+        """Let all workers join a link.
+
+        Raises:
+            DeadlineExceeded: the sender did not accept in time.
+            WeightSyncError: it cannot be joined.
+        """
+        info = {
+            "kind": link.kind,
+            "address": link.address,
+            "receivers": link.receivers,
+            "timeout_s": link.timeout_s,
+            "first_rank": rank,
+        }
+        self._link = None
+        # Meeting the store and forming the group are two waits.
+        failure = on_workers(engine, "rlhf_connect", info, timeout_s=2 * link.timeout_s + _RPC_MARGIN_S)
+        if failure is not None:
+            kind, message = failure
+            raise (DeadlineExceeded if kind == "DeadlineExceeded" else WeightSyncError)(message)
+        self._link = link
+
+    def receive(self, engine: LLMEngine, loop: EngineLoop, manifest: WeightManifest) -> None:
+        """Take weights or an adapter, and drop all that was computed with the old ones.
+
+        Raises:
+            CapabilityError: an adapter, and the engine was built without `enable_lora`.
+            WeightSyncError: it did not arrive or does not fit; the loop then refuses requests.
+        """
+        if manifest.adapter is not None and not self._adapters:
+            raise CapabilityError(
+                "this engine takes no adapters: give rollout.options enable_lora=true and a max_lora_rank of at "
+                f"least {manifest.adapter.rank}, or sync merged weights"
+            )
+        try:
+            self._check_base(manifest)
+        except WeightSyncError as error:
+            self._refuse(engine, loop, str(error))
+            raise
+        loop.settle(engine)
+        failure = self._transfer(engine, manifest)
+        try:
+            engine.reset_encoder_cache()
+            # Running requests too: keys and values of the old weights would mix with the new ones.
+            engine.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            failure = failure or (type(error).__name__, str(error))
+        if failure is not None:
+            problem = f"weight version {manifest.version} did not arrive: {failure[0]}: {failure[1]}"
+            self._refuse(engine, loop, problem)
+            raise WeightSyncError(problem)
+        engine.set_weight_version(str(manifest.version))
+        self.version = manifest.version
+        self._dropped = self._stale = False
+        loop.accept()
+
+    def _check_base(self, manifest: WeightManifest) -> None:
+        if manifest.adapter is None:
+            # An adapter was on top of the base: what came since that is no change to anything held here.
+            plain = self._base == self.version and not self._stale
+            check_base(manifest, self._base if plain else None)
+        elif manifest.base_version != self._base:
+            held = "weights that a failed sync or sleep left" if self._base is None else f"version {self._base}"
+            raise WeightSyncError(
+                f"the adapter of weight version {manifest.version} belongs to weights of version "
+                f"{manifest.base_version}, and this engine holds {held}; send all weights, or start it anew"
+            )
+
+    def _transfer(self, engine: LLMEngine, manifest: WeightManifest) -> tuple[str, str] | None:
+        timeout_s = (self._link.timeout_s if self._link else 0.0) * (len(manifest.buckets()) + 1) + _RPC_MARGIN_S
+        data = manifest.to_dict()
+        if manifest.adapter is not None:
+            return on_workers(engine, "rlhf_receive_adapter", data, timeout_s=timeout_s)
+        self._base = None
+        failure = on_workers(engine, "rlhf_receive_weights", data, timeout_s=timeout_s)
+        if failure is None and self._adapters:
+            failure = on_workers(engine, "rlhf_empty_adapter", timeout_s=timeout_s)
+        if failure is None:
+            self._base = manifest.version
+        return failure
+
+    def _refuse(self, engine: LLMEngine, loop: EngineLoop, problem: str) -> None:
+        self._stale = True
+        loop.refuse(engine, StaleWeightsError(f"{problem}; sampling goes on after the next complete sync"))
+
+
+def on_workers(engine: LLMEngine, method: str, *arguments: Any, timeout_s: float) -> tuple[str, str] | None:
+    """Call a method of the worker extension on all workers; the first failure, if any.
+
+    Raises:
+        EngineDiedError: a worker is gone or the call itself failed.
+    """
+    try:
+        answers = engine.collective_rpc(method, timeout=timeout_s, args=arguments)
+    except Exception as error:
+        # The workers report their failures as values, so it is the engine that is broken.
+        raise EngineDiedError(f"the vLLM engine died: {type(error).__name__}: {error}") from error
+    return next((answer for answer in answers if answer is not None), None)
