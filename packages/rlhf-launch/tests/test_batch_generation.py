@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from rlhf_algos.config_files import load_config
+from rlhf_algos.config_files import from_mapping, load_config
 from rlhf_core import ConfigError, DataError, RewardError, RolloutConfig
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.batch_generation import NOT_FOR_GENERATION, GenerateConfig, run_generation
 from rlhf_launch.command import app
+from rlhf_launch.reward_config import RewardSection
+from rlhf_launch.rollout_config import AgentSection
 from typer.testing import CliRunner
 
 QUIET = Console(quiet=True)
@@ -148,11 +150,40 @@ def test_a_failing_reward_keeps_what_was_finished(config):
     assert read(config) == {}
 
 
-def test_a_reward_model_is_not_for_this_command(config):
-    from rlhf_launch.config import RewardSection
+def test_rewards_of_several_kinds_with_a_reward_model(config, folder):
+    parts = {
+        "rm": {"kind": "model", "path": str(folder / "reward"), "weight": 0.5},
+        "same": {"kind": "exact"},
+        "digits": {"kind": "function", "function": "launch_rewards:digits"},
+    }
+    reward = from_mapping(RewardSection, {"parts": parts}, source="test")
+    report = run_generation(replace(config, reward=reward), console=QUIET)
+    samples = [sample for row in read(config).values() for sample in row["samples"]]
+    assert report.written == 24
+    assert len({sample["score_components"]["rm"] for sample in samples}) > 1
+    for sample in samples:
+        found = sample["score_components"]
+        assert found["digits/length"] == len(sample["text"])
+        assert sample["score"] == pytest.approx(0.5 * found["rm"] + found["same"] + found["digits"])
+    with pytest.raises(ConfigError, match="was begun with reward="):
+        run_generation(config, console=QUIET)
 
-    with pytest.raises(ConfigError, match=r"give reward\.function"):
-        run_generation(replace(config, reward=RewardSection(model="x")), console=QUIET)
+
+def test_samples_that_the_reward_policy_drops_have_their_reason(config):
+    reward = {"function": "launch_rewards:raises", "policy": {"then": "drop", "attempts": 1}}
+    report = run_generation(
+        replace(config, reward=from_mapping(RewardSection, reward, source="test")), console=QUIET
+    )
+    assert report.mean_score is None
+    samples = [sample for row in read(config).values() for sample in row["samples"]]
+    assert len(samples) == 72
+    assert all(sample["score"] is None and "no network today" in sample["score_error"] for sample in samples)
+
+
+def test_episodes_are_not_for_this_command(config):
+    rollout = replace(config.rollout, agent=AgentSection(environment="launch_rewards:CountToThree"))
+    with pytest.raises(ConfigError, match=r"leave rollout\.agent out"):
+        replace(config, rollout=rollout)
 
 
 def test_flags_are_enough(folder, tmp_path):

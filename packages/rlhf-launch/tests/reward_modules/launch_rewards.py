@@ -37,3 +37,11 @@ class CountToThree:
         self.turns += 1
         reward = sum(c.isalnum() for c in turn.text) / 10
         return Observation(text=f" turn {self.turns} ", reward=reward, done=self.turns == 3)
+
+
+async def digits(completion, prompt, offset=0.0):
+    return {"score": sum(c.isdigit() for c in completion) + offset, "length": len(completion)}
+
+
+def by_turns(completion, turns):
+    return float(turns)
