@@ -64,13 +64,16 @@ class StoreBoard:
         from torch.distributed import DistStoreError
 
         with self._lost(what):
+            # One call waits for all and fetches them.
+            self.store.set_timeout(timedelta(seconds=max(timeout_s, 0.001)))
             try:
-                self.store.wait(list(keys), timedelta(seconds=max(timeout_s, 0.001)))
+                notes = self.store.multi_get(list(keys)) if keys else []
             except DistStoreError:
                 missing = [key for key in keys if not self.store.check([key])]
                 if missing:
                     raise _late(timeout_s, what, missing) from None
-            return [self.store.get(key)[1:] for key in keys]
+                notes = self.store.multi_get(list(keys))
+            return [note[1:] for note in notes]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See Board."""
