@@ -101,6 +101,11 @@ class RolloutPool:
         steps = ("none", "tensors", "values")
         return min((c.partial_sync for c in self._capabilities), key=steps.index, default="none")
 
+    @property
+    def adapters(self) -> bool:
+        """Whether every engine takes an adapter alone."""
+        return all(capabilities.adapters for capabilities in self._capabilities)
+
     def choose_transport(self, preferred: Sequence[str]) -> str:
         """The first of `preferred` that every engine can join."""
         for kind in preferred:

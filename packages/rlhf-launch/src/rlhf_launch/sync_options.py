@@ -16,11 +16,21 @@ class SyncOptions:
     """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
     checksums: bool = False
     """Receivers compare a checksum of every bucket."""
+    adapters: str = "merged"
+    """With a policy that trains adapters: `merged` sends all weights with the adapters' updates in them; `adapter`
+    sends the adapters alone, megabytes, which rollout engines put on top of the weights they were loaded with."""
     delta: str = "none"
     """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.delta)."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ConfigError(f"weight sync: bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        if self.adapters not in ("merged", "adapter"):
+            raise ConfigError(f"weight sync: adapters must be merged or adapter, got {self.adapters!r}")
+        if self.adapters == "adapter" and self.delta != "none":
+            raise ConfigError(
+                f"weight sync: adapters=adapter sends little as it is, and delta={self.delta!r} is for weights; "
+                "leave out one of them"
+            )
         if self.delta not in ("none", "tensors", "values"):
             raise ConfigError(f"weight sync: delta must be none, tensors or values, got {self.delta!r}")

@@ -86,9 +86,9 @@ class TrainGroup:
         """Start waiting for the receivers; returns a future."""
         return self._handles[0].call("accept_link")
 
-    def manifest(self, version: int, *, bucket_bytes: int) -> WeightManifest:
-        """What a sync would move."""
-        return self._all("manifest", version, bucket_bytes, what="describe its weights")[0]
+    def manifest(self, version: int, *, bucket_bytes: int, adapters: bool = False) -> WeightManifest:
+        """What a sync of all weights, or of the adapters alone, would move."""
+        return self._all("manifest", version, bucket_bytes, adapters, what="describe its weights")[0]
 
     def changes(self, version: int, *, bucket_bytes: int, mode: str) -> WeightManifest:
         """What a partial sync would move; all weights if there is no confirmed version to start from."""

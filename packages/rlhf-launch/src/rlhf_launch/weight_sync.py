@@ -57,6 +57,11 @@ class WeightSync:
                 f"weight sync: delta={self._options.delta!r} needs more than the rollout backend can take "
                 f"(partial_sync={pool.partial_sync!r}); choose {pool.partial_sync!r}"
             )
+        if self._options.adapters == "adapter" and not pool.adapters:
+            raise ConfigError(
+                "weight sync: adapters=adapter needs rollout engines that take an adapter alone; with the vllm "
+                "backend set rollout.options enable_lora: true and max_lora_rank, or write adapters: merged"
+            )
 
     def __call__(self, version: int) -> SyncReport:
         """Bring all engines to `version`. A failed transfer is tried once more, with all weights, over a new link.
@@ -104,7 +109,7 @@ class WeightSync:
         self._link = None  # the trainer has one link at a time; the next sync opens one to all
         what = f"rollout engine {engine} to be brought to weight version {self.version}"
         self._meet([self._policy.accept_link()], [self._pool.call(engine, "connect", link, 0)], [engine], what)
-        manifest = self._options_on(self._policy.manifest(self.version, bucket_bytes=self._options.bucket_bytes))
+        manifest = self._options_on(self._complete_manifest(self.version))
         receiving = [self._pool.call(engine, "receive_weights", manifest)]
         self._meet(self._policy.send(manifest), receiving, [engine], what)
         self._pool.admit(engine)
@@ -133,8 +138,14 @@ class WeightSync:
     def _manifest(self, version: int) -> WeightManifest:
         options = self._options
         if options.delta == "none":
-            return self._policy.manifest(version, bucket_bytes=options.bucket_bytes)
+            return self._complete_manifest(version)
         return self._policy.changes(version, bucket_bytes=options.bucket_bytes, mode=options.delta)
+
+    def _complete_manifest(self, version: int) -> WeightManifest:
+        """All that an engine needs which has only the weights that it was loaded with."""
+        options = self._options
+        adapters = options.adapters == "adapter"
+        return self._policy.manifest(version, bucket_bytes=options.bucket_bytes, adapters=adapters)
 
     def _options_on(self, manifest: WeightManifest) -> WeightManifest:
         return replace(manifest, checksums=True) if self._options.checksums else manifest

@@ -17,6 +17,7 @@ from rlhf_core import (
     TRAIN_ENGINES,
     BackendCapabilities,
     Batch,
+    ConfigError,
     DeltaSource,
     EngineConfig,
     GenerationRequest,
@@ -30,6 +31,7 @@ from rlhf_core import (
     StepReport,
     TrainEngine,
     WeightManifest,
+    WeightSource,
     load_plugin,
     open_sender,
     send_weights,
@@ -117,10 +119,20 @@ class TrainWorker:
         if self._sender is not None:
             self._sender.accept()
 
-    def manifest(self, version: int, bucket_bytes: int) -> WeightManifest:
-        """What a sync of all weights would move; collective."""
+    def manifest(self, version: int, bucket_bytes: int, adapters: bool = False) -> WeightManifest:
+        """What a sync of all weights, or of the adapters alone, would move; collective."""
         self._delta = None
-        return self.engine.weights().manifest(version, bucket_bytes=bucket_bytes)
+        return self._weights(adapters).manifest(version, bucket_bytes=bucket_bytes)
+
+    def _weights(self, adapters: bool) -> WeightSource:
+        if not adapters:
+            return self.engine.weights()
+        source = getattr(self.engine, "adapter_weights", None)
+        if source is None:
+            raise ConfigError(
+                f"the train engine {self._engine_name} cannot send adapters alone; set weight_sync.adapters: merged"
+            )
+        return source()
 
     def changes(self, version: int, bucket_bytes: int, mode: DeltaMode) -> WeightManifest:
         """What changed since the confirmed version, or all weights; collective. Rank 0's answer counts."""
@@ -136,7 +148,7 @@ class TrainWorker:
     def send(self, manifest: WeightManifest) -> float:
         """Gather and send what the manifest says; collective. Returns the seconds it took."""
         begin = time.perf_counter()
-        send_weights(self._delta or self.engine.weights(), manifest, self._sender)
+        send_weights(self._delta or self._weights(manifest.adapter is not None), manifest, self._sender)
         return time.perf_counter() - begin
 
     def offload(self) -> None:
