@@ -147,4 +147,4 @@ def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folde
     assert [row["step"] for row in rows if "eval/sums/pass@4" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/held-out/reward" in row] == [0, 1, 2, 3]
     steps = [row for row in rows if "reward" in row]
-    assert all(row["prompts"] == row["accepted"] + row["filtered"] - row["carried_over"] for row in steps)
+    assert all(row["prompts/started"] == row["prompts/used"] + row["prompts/filtered"] for row in steps)

@@ -65,7 +65,7 @@ def run(folder, tmp_path_factory):
 
 def sample(run, prompts, label):
     """New training samples."""
-    groups, _, _ = sample_and_score(run, prompts, run.config.rollout.sampling, label=label, samples=2)
+    groups, _ = sample_and_score(run, prompts, run.config.rollout.sampling, label=label, samples=2)
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
@@ -155,7 +155,7 @@ def test_a_killed_generator_is_replaced_and_no_sample_is_lost(run):
     killer = threading.Timer(0.05, ray.kill, [actor])
     long = dataclasses.replace(run.config.rollout.sampling, max_tokens=12, min_tokens=12)
     killer.start()
-    groups, _, dropped = sample_and_score(run, prompts * 40, long, label="killed", samples=2)
+    groups, dropped = sample_and_score(run, prompts * 40, long, label="killed", samples=2)
     killer.join()
     assert run.roles.pool._handles[0]._actor is not actor
     assert not run.roles.pool.lost

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rlhf_core import EngineDiedError
 
 from rlhf_launch.handles import gather
 from rlhf_launch.placement import Executor
 from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.weight_sync import WeightSync
+from rlhf_launch.weight_sync import SyncReport, WeightSync
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +20,8 @@ _log = logging.getLogger(__name__)
 class EngineReplacement:
     """Replaces lost engines, a limited number of times in a run.
 
-    Called while the trainer rests: a replacement takes the weights of the last sync from it.
+    A replacement takes the weights of the last sync from the trainer. Whoever asks for one, from any thread, waits
+    while the trainer is busy (see `held_off`).
     """
 
     def __init__(
@@ -40,24 +43,58 @@ class EngineReplacement:
         """
         with self._one_at_a_time:
             for engine, reason in self._pool.lost.items():
-                if self._left == 0:
-                    if not self._pool.live:
-                        raise EngineDiedError(
-                            f"no rollout engine is left after {self._limit} replacements "
-                            f"(placement.max_restarts); the last was lost because: {reason}"
-                        )
+                if not self._count(reason):
                     return
-                self._left -= 1
-                self._replace(engine, reason)
+                self._start(engine, reason)
+                if self._sync.version is None:
+                    self._pool.admit(engine)  # nothing was synced yet: it loaded the weights that the others have
+                else:
+                    self._sync.bring_up(engine)
 
-    def _replace(self, engine: int, reason: str) -> None:
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Inside, the trainer is busy: its weights are not those of the last sync, or its ranks are at work."""
+        with self._one_at_a_time:
+            yield
+
+    def sync(self, version: int) -> SyncReport:
+        """Bring all engines to `version`, inside `held_off`; new ones if that finds the last engine dead."""
+        if self._pool.live:
+            try:
+                return self._sync(version)
+            except EngineDiedError:
+                if self._pool.live:
+                    raise
+        for engine, reason in self._pool.lost.items():
+            if not self._count(reason):
+                break
+            self._start(engine, reason)
+            # Requests that wait for an engine must not get the weights that it started with.
+            self._pool.admit(engine, paused=True)
+        report = self._sync(version)
+        self._pool.resume()
+        return report
+
+    def _count(self, reason: str) -> bool:
+        """Whether one more replacement is allowed.
+
+        Raises:
+            EngineDiedError: it is not, and no engine is left.
+        """
+        if self._left == 0:
+            if not self._pool.live:
+                raise EngineDiedError(
+                    f"no rollout engine is left after {self._limit} replacements (placement.max_restarts); the "
+                    f"last was lost because: {reason}"
+                )
+            return False
+        self._left -= 1
+        return True
+
+    def _start(self, engine: int, reason: str) -> None:
         _log.warning("rollout engine %d is lost (%s); starting another", engine, reason)
         self._pool.retire(engine)
         handle = self._executor.restart(self._pool.name_of(engine))
         what = f"the replacement of rollout engine {engine} to start"
         gather([handle.call("start")], what=what, timeout_s=self._timeout_s)
         self._pool.replace(engine, handle)
-        if self._sync.version is None:
-            self._pool.admit(engine)  # nothing was synced yet: it loaded the very weights the others have
-        else:
-            self._sync.bring_up(engine)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlhf_launch.collecting import Group, sample_and_score
+from rlhf_launch.collecting import sample_and_score
 from rlhf_launch.config import EvaluationSection
+from rlhf_launch.groups import Group
 from rlhf_launch.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def evaluate(run: OnlineRun) -> list[Evaluation]:
             top_p=section.top_p,
             max_tokens=section.max_tokens or sampling.max_tokens,
         )
-        groups, _, _ = sample_and_score(
+        groups, _ = sample_and_score(
             run, held_out.prompts, sampling, label=f"eval/{name}", samples=section.samples
         )
         found.append(Evaluation(name=name, step=run.state.step, groups=groups, pass_score=section.pass_score))

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 from rlhf_algos.kl import KLController
 from rlhf_algos.recipes import Recipe
-from rlhf_core import Batch, Mean, Score, StepReport, Trajectory, collate
+from rlhf_core import Batch, Mean, Score, StepReport, collate
 
-from rlhf_launch.collecting import collect
+from rlhf_launch.collecting import Collected
 from rlhf_launch.config import RunConfig
 from rlhf_launch.engine_replacement import EngineReplacement
 from rlhf_launch.evaluation import HeldOut, evaluate
+from rlhf_launch.groups import group_index
+from rlhf_launch.producer import Producer
 from rlhf_launch.prompts import PromptStream
 from rlhf_launch.report import PhaseClock, Reporter, sample_metrics, step_metrics
 from rlhf_launch.rewarding import Rewarder
@@ -45,6 +47,7 @@ class OnlineRun:
     recipe: Recipe
     roles: Roles
     prompts: PromptStream
+    producer: Producer
     held_out: Mapping[str, HeldOut]
     kl: KLController
     reporter: Reporter
@@ -53,38 +56,55 @@ class OnlineRun:
 
 def train(run: OnlineRun) -> None:
     """Run the steps that are left."""
-    config, roles, recipe = run.config, run.roles, run.recipe
+    config, roles = run.config, run.roles
     for step in range(run.state.step, config.steps):
         clock = PhaseClock()
-        collected = collect(run, step)
-        trajectories, scores = collected.trajectories, collected.scores
+        collected = run.producer.collect()
         clock.add(collected.seconds)
         if roles.pool.lost:
             with clock("replacement"):
                 roles.replacement()
-        with clock("score"):
-            batch = add_model_outputs(collate(trajectories), roles)
-            batch = batch.with_columns(truncated=torch.tensor([t.truncated for t in trajectories]))
-        batch, metrics = recipe.prepare(batch, _values(scores), group_index(trajectories), kl_coef=run.kl.value)
-        with clock("train"):
-            reports = update(run, batch, train_policy=step >= config.train.critic_warmup_steps)
-        with clock("sync"):
-            sync = roles.sync(step + 1)
-        run.kl.update(_kl_of(metrics), batch.rows)
-        run.state.step, run.state.surplus = step + 1, collected.surplus
+        with roles.replacement.held_off():
+            run.producer.hold()
+            batch, metrics = train_on(run, collected, step, clock)
+            with clock("sync"):
+                sync = roles.replacement.sync(step + 1)
+            run.producer.go_on(step + 1)
+        run.state.step = step + 1
+        idle = {"seconds/engines_idle": roles.pool.idle.take()}
         run.reporter.step(
             step + 1,
-            sample_metrics(trajectories, scores, batch)
-            | collected.counts
-            | {name: mean.value for name, mean in metrics.items()}
-            | step_metrics(reports)
-            | clock.metrics(batch)
-            | {"weight_version": sync.version, "kl_coef": run.kl.value},
+            metrics | collected.counts | clock.metrics(batch) | idle | {"weight_version": sync.version},
         )
-        if _due(step + 1, config.eval_every) and step + 1 < config.steps:
+        last = step + 1 == config.steps
+        if last or _due(step + 1, config.eval_every):
             report_evaluations(run)
-        if _due(step + 1, config.checkpoint_every) or step + 1 == config.steps:
-            run.state.save(run)
+        with roles.replacement.held_off():
+            if last or _due(step + 1, config.checkpoint_every):
+                run.state.save(run)
+            run.state.publish(run, wait=last)
+
+
+def train_on(run: OnlineRun, collected: Collected, step: int, clock: PhaseClock) -> tuple[Batch, dict[str, float]]:
+    """Score, estimate advantages and take the optimizer steps of one batch of samples."""
+    trajectories, scores = collected.trajectories, collected.scores
+    with clock("score"):
+        batch = add_model_outputs(collate(trajectories), run.roles)
+        batch = batch.with_columns(truncated=torch.tensor([t.truncated for t in trajectories]))
+    batch, prepared = run.recipe.prepare(batch, _values(scores), group_index(trajectories), kl_coef=run.kl.value)
+    with clock("train"):
+        reports = update(run, batch, train_policy=step >= run.config.train.critic_warmup_steps)
+    kl_coef = run.kl.value
+    run.kl.update(_kl_of(prepared), batch.rows)
+    metrics = (
+        sample_metrics(trajectories, scores, batch)
+        | collected.staleness(step)
+        | {name: mean.value for name, mean in prepared.items()}
+        | step_metrics(reports)
+        | memory_metrics(run.roles)
+        | {"kl_coef": kl_coef}
+    )
+    return batch, metrics
 
 
 def add_model_outputs(batch: Batch, roles: Roles) -> Batch:
@@ -124,10 +144,12 @@ def report_evaluations(run: OnlineRun) -> None:
         run.reporter.evaluation(evaluation)
 
 
-def group_index(trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """[rows] Samples of one prompt share a number."""
-    numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(t.group_id, len(numbers)) for t in trajectories])
+def memory_metrics(roles: Roles) -> dict[str, float]:
+    """GiB of the rank with most, by role: what it holds and the peak of each phase; where the engine says."""
+    trained = [roles.policy, *([roles.critic] if roles.critic is not None else [])]
+    return {
+        f"memory/{group.name}/{what}": size / 2**30 for group in trained for what, size in group.memory().items()
+    }
 
 
 def _values(scores: Sequence[Score]) -> torch.Tensor:

@@ -102,11 +102,12 @@ class PromptStream:
 
     def take(self, count: int) -> list[Any]:
         """The next `count` prompts."""
-        taken = [self._at(self.position + offset) for offset in range(count)]
+        taken = [self.at(self.position + offset) for offset in range(count)]
         self.position += count
         return taken
 
-    def _at(self, position: int) -> Any:
+    def at(self, position: int) -> Any:
+        """The prompt at a position, taken or not."""
         epoch, index = divmod(position, len(self._prompts))
         if self._order[0] != epoch:
             order = list(range(len(self._prompts)))

@@ -107,6 +107,8 @@ class Reporter:
         self.totals: dict[str, float] = {}
         """Seconds of each phase so far."""
         self.evaluations: list[Evaluation] = []
+        self.latest: dict[str, float] = {}
+        """The newest value of every metric."""
         self._writer = MetricsWriter(directory, resume_step=start if start else None, tensorboard=tensorboard)
         self._pending: dict[str, float] = {}
         self._progress = Progress(
@@ -124,6 +126,7 @@ class Reporter:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one finished step."""
         self._writer.write(step, metrics)
+        self.latest |= metrics
         for name, value in metrics.items():
             if name.startswith("seconds/"):
                 self.totals[name.removeprefix("seconds/")] = (
@@ -138,6 +141,7 @@ class Reporter:
         """Record the evaluation of one set."""
         self.evaluations.append(evaluation)
         self._writer.write(evaluation.step, evaluation.metrics())
+        self.latest |= evaluation.metrics()
         self.say(f"step {evaluation.step:>5}  {evaluation.name} reward {evaluation.reward:.3f}")
 
     def say(self, text: str) -> None:

@@ -11,18 +11,41 @@ from rlhf_core import ConfigError, SamplingConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicSampling:
-    """Replace groups whose scores are all equal by new prompts (DAPO)."""
+    """Replace groups whose scores are all equal by new prompts (DAPO), one for one, as they are found."""
 
     max_rounds: int = 4
-    """Further rounds of prompts per step at most; a step that is still short trains on what it has."""
-    oversample: float = 1.0
-    """Prompts taken for each one missing; accepted groups beyond the step's size open the next step."""
+    """Prompts replaced for a step at most, as a multiple of train.prompts_per_step; a step that is still short
+    trains on what it has."""
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 1 or self.oversample < 1:
+        if self.max_rounds < 1:
+            raise ConfigError(f"rollout.dynamic_sampling: max_rounds must be at least 1, got {self.max_rounds}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """More prompts are under way than the next step needs; what is unfinished belongs to later steps."""
+
+    max_staleness: int = 1
+    """Weight updates that may lie between a sample's oldest token and the step that trains on it. At most
+    (max_staleness + 1) x train.prompts_per_step prompts are under way or waiting; nothing is thrown away."""
+    pause_while_training: bool = False
+    """False (asynchronous): generation goes on while the policy is trained. True (partial rollouts): unfinished
+    samples stand still meanwhile. Either way they go on under the new weights, from the token they had reached."""
+    max_in_flight: int = 0
+    """Prompts being generated or scored at the same time; 0 for as many as max_staleness allows."""
+    off_policy_correction: bool = True
+    """Truncated importance sampling (see rlhf_algos.off_policy) if the algorithm's `off_policy` names nothing."""
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 1:
             raise ConfigError(
-                "rollout.dynamic_sampling: max_rounds and oversample must be at least 1, got "
-                f"{self.max_rounds} and {self.oversample}"
+                f"rollout.overlap: max_staleness must be at least 1, got {self.max_staleness}; leave out "
+                "rollout.overlap to alternate generation and training"
+            )
+        if self.max_in_flight < 0:
+            raise ConfigError(
+                f"rollout.overlap: max_in_flight must be 0 (no limit) or positive, got {self.max_in_flight}"
             )
 
 
@@ -56,6 +79,8 @@ class RolloutSection:
     """Single responses if not given."""
     dynamic_sampling: DynamicSampling | None = None
     """Off if not given."""
+    overlap: Overlap | None = None
+    """Generation and training alternate if not given."""
     max_model_len: int = 0
     """Prompt plus response tokens; 0 means data.max_prompt_tokens + sampling.max_tokens."""
     max_num_seqs: int = 256

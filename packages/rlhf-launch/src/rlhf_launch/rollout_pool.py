@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,16 @@ from rlhf_core import (
     GenerationRequest,
     GenerationResult,
     Link,
+    PauseMode,
+    StaleWeightsError,
     WeightManifest,
 )
 
 from rlhf_launch.handles import Handle, call_all, gather
+from rlhf_launch.idle_time import IdleTime
 from rlhf_launch.least_loaded import LeastLoaded
+
+_STALE_PAUSE_S = 0.2
 
 
 class RolloutPool:
@@ -27,6 +33,8 @@ class RolloutPool:
         self._handles = list(handles)
         self._loads = LeastLoaded(len(self._handles))
         self._timeout_s = timeout_s
+        self.idle = IdleTime(len(self._handles))
+        """Of the engines."""
         self._capabilities: list[BackendCapabilities] = []
         self._lost: dict[int, str] = {}
         self._starting: list[Any] = []
@@ -81,8 +89,11 @@ class RolloutPool:
         call = handle.call("capabilities")
         (self._capabilities[engine],) = gather([call], what=what, timeout_s=self._timeout_s)
 
-    def admit(self, engine: int) -> None:
-        """Use an engine again."""
+    def admit(self, engine: int, *, paused: bool = False) -> None:
+        """Use an engine again; `paused` lets requests queue up there until `resume`."""
+        if paused:
+            call = self._handles[engine].call("pause", "keep")
+            gather([call], what=f"rollout engine {engine} to pause", timeout_s=self._timeout_s)
         if self._lost.pop(engine, None) is not None:
             self._loads.admit(engine)
 
@@ -121,23 +132,39 @@ class RolloutPool:
         """Run one request on the engine with the fewest samples under way.
 
         If the engine dies, the request starts again on another one; what the dead one had sampled of it is not
-        used. Once none is left, the replacement (see `replace_with`) is waited for.
+        used. Once none is left, the replacement (see `replace_with`) is waited for. A request that a failed weight
+        sync has ended starts again too: the sync is repeated, or the run ends.
 
         Raises:
             EngineDiedError: no engine is left and none can be had.
+            StaleWeightsError: no sync succeeded within the pool's deadline.
         """
+        deadline = time.monotonic() + self._timeout_s
         while True:
             while not self.live:
                 await asyncio.to_thread(self._replace_lost)
-            engine = self._loads.take(request.n)
-            handle = self._handles[engine]
             try:
-                return await asyncio.wrap_future(handle.call("generate", request))
-            except EngineDiedError as error:
-                if self._handles[engine] is handle:  # not replaced meanwhile
-                    self.drop(engine, str(error))
-            finally:
-                self._loads.give_back(engine, request.n)
+                return await self._generate_once(request)
+            except EngineDiedError:
+                continue
+            except StaleWeightsError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_STALE_PAUSE_S)
+
+    async def _generate_once(self, request: GenerationRequest) -> GenerationResult:
+        engine = self._loads.take(request.n)
+        handle = self._handles[engine]
+        self.idle.begins(engine)
+        try:
+            return await asyncio.wrap_future(handle.call("generate", request))
+        except EngineDiedError as error:
+            if self._handles[engine] is handle:  # not replaced meanwhile
+                self.drop(engine, str(error))
+            raise
+        finally:
+            self.idle.ends(engine)
+            self._loads.give_back(engine, request.n)
 
     def replace_with(self, replace_lost: Callable[[], None]) -> None:
         """How lost engines are replaced once none is left; without it their loss ends the run."""
@@ -166,13 +193,15 @@ class RolloutPool:
         """The version of each engine."""
         return self._all("weight_version", what="tell their weight version")
 
-    def pause(self, mode: str = "keep") -> None:
-        """Stop sampling on all engines."""
-        self._all("pause", mode, what="pause")
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling on all engines. One that turns out to be dead is left out."""
+        self._each_live("pause", mode)
+        self.idle.hold(True)
 
     def resume(self) -> None:
         """Go on sampling."""
-        self._all("resume", what="resume")
+        self._each_live("resume")
+        self.idle.hold(False)
 
     def close(self) -> None:
         """Close all engines."""
@@ -183,3 +212,12 @@ class RolloutPool:
         what = f"{len(self.live)} rollout engine(s) to {what}"
         handles = [self._handles[engine] for engine in self.live]
         return call_all(handles, method, *args, what=what, timeout_s=self._timeout_s)
+
+    def _each_live(self, method: str, *args: Any) -> None:
+        """Call a method of every live engine and note those that are dead."""
+        calls = {engine: self._handles[engine].call(method, *args) for engine in self.live}
+        for engine, call in calls.items():
+            try:
+                gather([call], what=f"rollout engine {engine} to {method}", timeout_s=self._timeout_s)
+            except EngineDiedError as error:
+                self.drop(engine, str(error))

@@ -2,82 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlhf_core import LogProbMeaning, Score, Trajectory
-
-from rlhf_launch.checkpoints import CheckpointStore
-from rlhf_launch.collecting import Group
+from rlhf_launch.checkpoints import CheckpointStore, Unpublished
 
 if TYPE_CHECKING:
     from rlhf_launch.online import OnlineRun
+    from rlhf_launch.train_group import TrainGroup
 
 
 class RunState:
     """The number of completed steps, and how a run is saved and restored.
 
-    Besides the engines' own state there is little: samples, seeds and the order of prompts follow from the step
-    and the seed, so nothing random is carried from one step to the next.
+    Besides the engines' own state there is the ledger: which prompts are in flight, and scored groups that wait for
+    a step. Samples, seeds and the order of prompts follow from the seed and a prompt's position in the stream.
     """
 
     def __init__(self, store: CheckpointStore, *, step: int = 0) -> None:
         self.store = store
         self.step = step
-        self.surplus: Sequence[Group] = ()
-        """Scored groups that the next step opens with."""
+        self._unpublished: Unpublished | None = None
 
-    def save(self, run: OnlineRun) -> Path:
-        """Write a checkpoint of the run as it is now."""
-
-        def fill(folder: Path) -> None:
-            run.roles.policy.save(folder / "policy")
-            if run.roles.critic is not None:
-                run.roles.critic.save(folder / "critic")
-
+    def save(self, run: OnlineRun) -> None:
+        """Write a checkpoint of the run as it is now; it counts once `publish` has found it complete."""
+        self.publish(run, wait=True)
         state = {
-            "prompt_position": run.prompts.position,
+            **run.producer.state(),
             "kl": run.kl.state_dict(),
             "seed": run.config.seed,
-            "surplus": [group_to_plain(group) for group in self.surplus],
+            "score": self._score(run),
         }
-        return self.store.write(self.step, state, fill)
+        unpublished = self.store.begin(self.step, state)
+        for group in _trained(run):
+            group.save(unpublished.folder / group.name, background=run.config.checkpoint_in_background)
+        self._unpublished = unpublished
+
+    def publish(self, run: OnlineRun, *, wait: bool = False) -> None:
+        """Make the checkpoint under way count if all ranks have written it; `wait` for them, or look only."""
+        if self._unpublished is None or not (wait or all(group.saved() for group in _trained(run))):
+            return
+        for group in _trained(run):
+            group.finish_save()
+        self.store.publish(self._unpublished)
+        self._unpublished = None
 
     def restore(self, run: OnlineRun) -> None:
-        """Continue from the newest checkpoint: engines, position, controllers, and the generators' weights.
+        """Continue from the newest checkpoint: engines, ledger, controllers, and the generators' weights.
 
         Raises:
             DataError: there is no complete checkpoint.
         """
         folder, state = self.store.latest()
-        run.roles.policy.load(folder / "policy")
-        if run.roles.critic is not None:
-            run.roles.critic.load(folder / "critic")
-        run.prompts.position = state["prompt_position"]
+        for group in _trained(run):
+            group.load(folder / group.name)
         run.kl.load_state_dict(state["kl"])
         self.step = state["step"]
-        self.surplus = [group_from_plain(group) for group in state["surplus"]]
         run.roles.sync(self.step)
+        run.producer.restore(state, step=self.step)
+
+    def _score(self, run: OnlineRun) -> float | None:
+        """By which the best checkpoint is known."""
+        name = run.config.keep_best
+        if name is None:
+            return None
+        if name not in run.reporter.latest:
+            known = ", ".join(sorted(run.reporter.latest))
+            run.reporter.say(f"keep_best: step {self.step} has no metric {name!r}; there are {known}")
+        return run.reporter.latest.get(name)
 
 
-def group_to_plain(group: Group) -> dict[str, Any]:
-    """A group as JSON can hold it."""
-    return {
-        "trajectories": [asdict(trajectory) for trajectory in group.trajectories],
-        "scores": [asdict(score) for score in group.scores],
-    }
-
-
-def group_from_plain(data: Mapping[str, Any]) -> Group:
-    """Inverse of `group_to_plain`."""
-    return Group(
-        trajectories=tuple(_trajectory(item) for item in data["trajectories"]),
-        scores=tuple(Score(**{**item, "rewards": tuple(item["rewards"])}) for item in data["scores"]),
-    )
-
-
-def _trajectory(data: Mapping[str, Any]) -> Trajectory:
-    tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    return Trajectory(**{**data, **tuples, "meaning": LogProbMeaning(**data["meaning"])})
+def _trained(run: OnlineRun) -> list[TrainGroup]:
+    return [run.roles.policy, *([run.roles.critic] if run.roles.critic is not None else [])]

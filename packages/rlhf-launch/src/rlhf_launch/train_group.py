@@ -110,19 +110,32 @@ class TrainGroup:
         """See TrainEngine."""
         self._all("reload", what="reload")
 
-    def save(self, path: Path) -> None:
-        """See TrainEngine."""
+    def save(self, path: Path, *, background: bool = False) -> None:
+        """See TrainEngine. In the background, where the engine can, it is complete after `finish_save`."""
         path.mkdir(parents=True, exist_ok=True)
-        self._all("save", path, what="save a checkpoint")
+        self._all("save", path, background, what="save a checkpoint")
+
+    def saved(self) -> bool:
+        """Whether all ranks have written what `save` began."""
+        return all(self._all("saved", what="say whether its checkpoint is written"))
+
+    def finish_save(self) -> None:
+        """Wait for what `save` began; does nothing after one that was not in the background."""
+        self._all("finish_save", what="write a checkpoint")
 
     def load(self, path: Path) -> None:
         """See TrainEngine."""
         self._all("load", path, what="load a checkpoint")
 
-    def export(self, path: Path) -> None:
-        """See TrainEngine."""
+    def export(self, path: Path, *, averaged: bool = False) -> None:
+        """See TrainEngine. `averaged` writes the moving average of the weights, of an engine that keeps one."""
         path.mkdir(parents=True, exist_ok=True)
-        self._all("export", path, what="export the model")
+        self._all("export", path, averaged, what="export the model")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for, of the rank with most of each; empty for an engine that does not say."""
+        ranks = self._all("memory", what="report its memory")
+        return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def close(self) -> None:
         """Close all ranks."""

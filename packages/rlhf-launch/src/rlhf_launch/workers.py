@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -58,6 +60,7 @@ class TrainWorker:
         self._sender: Sender | None = None
         self._delta: DeltaSource | None = None
         self._store: object = None
+        self._pending: Any = None
 
     def address(self, world_size: int) -> tuple[str, int]:
         """Rank 0's meeting point. With one rank there is none to hold; the engine finds its own."""
@@ -159,17 +162,44 @@ class TrainWorker:
         """See TrainEngine."""
         self.engine.reload()
 
-    def save(self, path: Path) -> None:
-        """See TrainEngine."""
-        self.engine.save(path)
+    def save(self, path: Path, background: bool = False) -> None:
+        """See TrainEngine. In the background, if the engine can; `finish_save` completes it."""
+        begin: Any = getattr(self.engine, "save_in_background", None) if background else None
+        if begin is None:
+            self.engine.save(path)
+        else:
+            self._pending = begin(path)
+
+    def saved(self) -> bool:
+        """Whether this rank's files are on disk."""
+        return self._pending is None or self._pending.written
+
+    def finish_save(self) -> None:
+        """Wait until all ranks' files are on disk; collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
 
     def load(self, path: Path) -> None:
         """See TrainEngine."""
         self.engine.load(path)
 
-    def export(self, path: Path) -> None:
-        """See TrainEngine."""
-        self.engine.export(path)
+    def export(self, path: Path, averaged: bool = False) -> None:
+        """See TrainEngine; `averaged` is for engines that keep a moving average of their weights."""
+        engine: Any = self.engine
+        if averaged:
+            engine.export(path, averaged=True)
+        else:
+            engine.export(path)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for, peaks under `peak_<phase>`; empty if the engine does not say."""
+        report: Any = getattr(self.engine, "memory_report", None)
+        if report is None:
+            return {}
+        found = asdict(report())
+        peaks = {f"peak_{phase}": size for phase, size in found.pop("peaks", {}).items()}
+        return {name: size for name, size in found.items() if isinstance(size, int)} | peaks
 
     def close(self) -> None:
         """Release engine, link and store."""

@@ -1,0 +1,179 @@
+"""The prompt ledger: every prompt that was started, and what became of it. Pure bookkeeping, no clock, no threads.
+
+Let `step` be the next step to be trained, B the prompts of a step, `version` the weights that the engines have, and
+S the number of weight updates that may lie between a sample's oldest token and the step that trains on it. A group
+started at version v is due at step v + S at the latest. The bound holds always, because
+
+- a prompt is started only while at most B * (S + version - step + 1) are under way or waiting to be trained on,
+  which is what the steps until its own due one can take;
+- a step takes the oldest groups that are finished, and begins only once the rest fits into the steps before it is
+  due. What is due is hence waited for, and never thrown away.
+
+With S = 0 this is the ordinary alternation: B prompts are started, all are waited for, none is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_launch.groups import Group, group_from_plain, group_to_plain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerLimits:
+    """How many prompts may be where."""
+
+    per_step: int
+    """Prompts of a step, B."""
+    steps: int
+    """Steps of the run: nothing is started that no step would take."""
+    max_staleness: int = 0
+    """S."""
+    max_in_flight: int = 0
+    """Prompts being generated or scored at the same time; 0 for as many as the staleness allows."""
+    max_misses: int = 0
+    """Prompts without use (filtered, or without a score) that are replaced for one step; with more of them it trains
+    on what it has. 0 means B."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Finished:
+    position: int
+    version: int
+    group: Group
+
+
+class Ledger:
+    """Prompts by their position in the run's stream of prompts.
+
+    `dispatched` = in flight + waiting + consumed + filtered + dropped, at any moment.
+
+    >>> ledger = Ledger(LedgerLimits(per_step=2, steps=9))
+    >>> ledger.room
+    2
+    """
+
+    def __init__(self, limits: LedgerLimits) -> None:
+        self.limits = limits
+        self.step = 0
+        self.version = 0
+        self.counts: Counter[str] = Counter(dispatched=0, consumed=0, filtered=0, dropped=0, dropped_samples=0)
+        self._again: deque[int] = deque()
+        self._in_flight: dict[int, int] = {}
+        self._finished: list[_Finished] = []
+        self._misses = 0
+        self._flat: list[Group] = []
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Prompts that were started and have no outcome."""
+        return sorted((*self._in_flight, *self._again))
+
+    @property
+    def waiting(self) -> int:
+        """Groups that are finished and wait for a step."""
+        return len(self._finished)
+
+    @property
+    def room(self) -> int:
+        """Prompts that may be started now."""
+        limits, outstanding = self.limits, len(self._in_flight) + self.waiting
+        fits = limits.per_step * (limits.max_staleness + self.version - self.step + 1) - outstanding
+        wanted = limits.per_step * (limits.steps - self.step) - outstanding
+        room = min(fits, wanted, len(self._again) if self._exhausted else fits)
+        if limits.max_in_flight:
+            room = min(room, limits.max_in_flight - len(self._in_flight))
+        return max(0, room)
+
+    def again(self) -> int | None:
+        """A prompt whose samples an interruption took, to be started before any other."""
+        return self._again.popleft() if self._again else None
+
+    def start(self, position: int, *, repeated: bool = False) -> None:
+        """A prompt is on its way to the engines."""
+        self._in_flight[position] = self.version
+        self.counts["dispatched"] += not repeated
+
+    def finish(self, position: int, group: Group) -> None:
+        """A prompt's samples have scores."""
+        version = self._in_flight.pop(position)
+        self._finished.append(_Finished(position=position, version=version, group=group))
+
+    def filter(self, position: int, group: Group) -> None:
+        """A prompt's samples teach nothing."""
+        del self._in_flight[position]
+        self.counts["filtered"] += 1
+        self._misses += 1
+        self._flat = [*self._flat, group][: self.limits.per_step]
+
+    def drop(self, position: int) -> None:
+        """None of a prompt's samples has a score."""
+        del self._in_flight[position]
+        self.counts["dropped"] += 1
+        self._misses += 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the step can be taken: it is full, or will not get more, and all that is due is in it."""
+        chosen = self._choice()
+        if len(chosen) < self.limits.per_step and (self._in_flight or self._again or not self._exhausted):
+            return False
+        taken = {finished.position for finished in chosen}
+        versions = [*self._in_flight.values(), *(f.version for f in self._finished if f.position not in taken)]
+        return all(
+            sum(version + self.limits.max_staleness <= self.step + later for version in versions)
+            <= self.limits.per_step * later
+            for later in range(self.limits.max_staleness + 1)
+        )
+
+    def take(self) -> list[Group]:
+        """The groups of the step, in the order of their prompts; the next step's turn begins.
+
+        Filtered groups stand in if there is no other (their advantages are zero); empty if there is none at all.
+        """
+        chosen = sorted(self._choice(), key=lambda finished: finished.position)
+        taken = {finished.position for finished in chosen}
+        self._finished = [finished for finished in self._finished if finished.position not in taken]
+        groups = [finished.group for finished in chosen] or self._flat
+        self.counts["consumed"] += len(chosen)
+        self._misses, self._flat = 0, []
+        self.step += 1
+        return groups
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._misses > (self.limits.max_misses or self.limits.per_step)
+
+    def _choice(self) -> Sequence[_Finished]:
+        """The oldest finished groups, which are due first."""
+        oldest = sorted(self._finished, key=lambda finished: (finished.version, finished.position))
+        return oldest[: self.limits.per_step]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds. The samples of prompts in flight are not kept: they are generated again."""
+        return {
+            "in_flight": self.in_flight,
+            "finished": [
+                {"position": f.position, "version": f.version, "group": group_to_plain(f.group)}
+                for f in self._finished
+            ],
+            "counts": dict(self.counts),
+        }
+
+    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Continue before `step`, with the engines at that version."""
+        self.step = self.version = step
+        self._again = deque(state["in_flight"])
+        self._finished = []
+        for item in sorted(state["finished"], key=lambda item: (item["version"], item["position"])):
+            left = item["version"] + self.limits.max_staleness - step + 1
+            if self.waiting < self.limits.per_step * left:
+                group = group_from_plain(item["group"])
+                self._finished.append(_Finished(position=item["position"], version=item["version"], group=group))
+            else:  # the limits are tighter than before; these samples would come too late
+                self._again.append(item["position"])
+        self.counts = Counter(state["counts"])
+        self._in_flight, self._misses, self._flat = {}, 0, []

@@ -1,0 +1,261 @@
+"""Keeps prompts under way: generated and scored on an event loop of its own, whatever the trainer does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rlhf_core import DeadlineExceeded, RewardError, Trajectory
+from rlhf_rollout.overlapped_scoring import score_as_finished
+
+from rlhf_launch.collecting import Collected
+from rlhf_launch.config import RunConfig
+from rlhf_launch.groups import group_of
+from rlhf_launch.ledger import Ledger, LedgerLimits
+from rlhf_launch.prompts import Prompt, PromptStream
+from rlhf_launch.rewarding import Rewarder
+from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.sampling_step import GroupSampler, group_sampler
+
+_log = logging.getLogger(__name__)
+
+During = Literal["rest", "pause", "run"]
+"""What generation does while the policy is trained: there is none; it stands still; it goes on."""
+
+
+class Engines(Protocol):
+    """What the producer needs of the rollout engines besides samples."""
+
+    def pause(self) -> None:
+        """Let running requests stand still."""
+        ...
+
+    def resume(self) -> None:
+        """Go on."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProducerConfig:
+    """How prompts become groups."""
+
+    samples: int
+    """Per prompt."""
+    during_training: During = "rest"
+    filter_flat: bool = False
+    """Replace groups whose scores are all equal by new prompts (DAPO, Yu et al. 2025, section 3.2)."""
+    timeout_s: float = 900.0
+    """Deadline of `collect`."""
+
+
+class Producer:
+    """Starts prompts as far as the ledger has room, and hands over the groups of one step at a time.
+
+    One mechanism for all modes: alternation, partial rollouts and asynchronous generation differ by the ledger's
+    limits and by what happens between `hold` and `go_on`.
+    """
+
+    def __init__(
+        self,
+        sample: GroupSampler,
+        rewarder: Rewarder,
+        prompts: PromptStream,
+        ledger: Ledger,
+        engines: Engines,
+        config: ProducerConfig,
+    ) -> None:
+        self.ledger = ledger
+        self._sample, self._rewarder = sample, rewarder
+        self._prompts, self._engines, self._config = prompts, engines, config
+        self._changed = threading.Condition()
+        self._open = False
+        self._error: BaseException | None = None
+        self._last_generated = 0.0
+        self._reported: Counter[str] = Counter()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def collect(self) -> Collected:
+        """The groups of the next step, as soon as there are enough and all that is due is among them.
+
+        Raises:
+            DeadlineExceeded: names how many prompts were unfinished.
+            RewardError: a reward failed and the policy is to stop, or no prompt has a usable score.
+            RLHFError: whatever else ended generation.
+        """
+        begin = time.perf_counter()
+        with self._changed:
+            self._open = True
+            self._fill()
+            self._changed.wait_for(lambda: self._error or self.ledger.ready, self._config.timeout_s)
+            if self._error is not None:
+                raise self._error
+            if not self.ledger.ready:
+                raise DeadlineExceeded(
+                    f"waited {self._config.timeout_s:g} s for the samples of step {self.ledger.step}; "
+                    f"{len(self.ledger.in_flight)} prompts are unfinished, {self.ledger.waiting} groups are there. "
+                    "Raise placement.timeout_s, or speed it up"
+                )
+            self._open = self._config.during_training == "run"
+            groups = self.ledger.take()
+            counts = self._new_counts()
+            self._fill()
+        if not groups:
+            raise RewardError(
+                f"step {self.ledger.step - 1}: no sample of {counts['prompts/dropped']:g} prompts has a score; see "
+                "the warnings above"
+            )
+        end = time.perf_counter()
+        generated = min(max(self._last_generated, begin), end)
+        seconds = {"rollout": generated - begin, "reward": end - generated}
+        return Collected(groups=groups, seconds=seconds, counts=counts)
+
+    def hold(self) -> None:
+        """The policy is about to be trained."""
+        if self._config.during_training == "pause":
+            self._engines.pause()
+
+    def go_on(self, version: int) -> None:
+        """The engines have the weights of `version`."""
+        if self._config.during_training == "pause":
+            self._engines.resume()
+        with self._changed:
+            self.ledger.version = version
+            self._open = self._config.during_training != "rest"
+            self._fill()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: position, prompts in flight, groups that wait."""
+        with self._changed:
+            return {"prompt_position": self._prompts.position, "ledger": self.ledger.state()}
+
+    def restore(self, state: dict[str, Any], *, step: int) -> None:
+        """Continue before `step`; the engines have the weights of that version. What runs now is given up."""
+        with self._changed:
+            self._open = False
+        self._run(self._cancel())
+        with self._changed:
+            self._prompts.position = state["prompt_position"]
+            self.ledger.restore(state["ledger"], step=step)
+            self._reported = Counter(self.ledger.counts)
+            self._error = None
+
+    def close(self) -> None:
+        """Give up what is under way; may be called twice."""
+        if not self._thread.is_alive():
+            return
+        with self._changed:
+            self._open = False
+        self._run(self._cancel())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # ------------------------------------------------------------ under the lock, on any thread
+
+    def _fill(self) -> None:
+        """Start what there is room for."""
+        while self._open and self._error is None and self.ledger.room:
+            position = self.ledger.again()
+            if repeated := position is not None:
+                prompt = self._prompts.at(position)
+            else:
+                position = self._prompts.position
+                (prompt,) = self._prompts.take(1)
+            self.ledger.start(position, repeated=repeated)
+            asyncio.run_coroutine_threadsafe(self._produce(position, prompt), self._loop)
+
+    def _new_counts(self) -> dict[str, float]:
+        """What happened since the last step, and how it stands."""
+        now = Counter(self.ledger.counts)
+        new = {name: float(now[name] - self._reported[name]) for name in now}
+        self._reported = now
+        return {
+            "prompts/started": new["dispatched"],
+            "prompts/used": new["consumed"],
+            "prompts/filtered": new["filtered"],
+            "prompts/dropped": new["dropped"],
+            "prompts/in_flight": float(len(self.ledger.in_flight)),
+            "prompts/waiting": float(self.ledger.waiting),
+            "dropped_samples": new["dropped_samples"],
+        }
+
+    # ------------------------------------------------------------ on the event loop
+
+    async def _produce(self, position: int, prompt: Prompt) -> None:
+        async def generate() -> list[Trajectory]:
+            group = await self._sample(prompt, str(position), self._config.samples)
+            self._last_generated = time.perf_counter()
+            return group
+
+        try:
+            rewarder = self._rewarder
+            generation = asyncio.ensure_future(generate())
+            async for scored in score_as_finished([generation], rewarder.reward, rewarder.decode):
+                group = group_of(scored)
+                reason = scored.failed[0].reason if scored.failed else "its environment failed"
+                with self._changed:
+                    self._record(position, group, reason)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _record(self, position: int, group: Any, reason: str) -> None:
+        ledger = self.ledger
+        ledger.counts["dropped_samples"] += self._config.samples - len(group.trajectories)
+        if not group.trajectories:
+            _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)
+            ledger.drop(position)
+        elif self._config.filter_flat and not group.teaches:
+            ledger.filter(position, group)
+        else:
+            ledger.finish(position, group)
+        self._fill()
+        self._changed.notify_all()
+
+    async def _cancel(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run(self, work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def open_producer(config: RunConfig, prompts: PromptStream, pool: RolloutPool, rewarder: Rewarder) -> Producer:
+    """The producer of a run, in the mode that `rollout.overlap` names."""
+    rollout, per_step = config.rollout, config.train.prompts_per_step
+    overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
+    limits = LedgerLimits(
+        per_step=per_step,
+        steps=config.steps,
+        max_staleness=overlap.max_staleness if overlap is not None else 0,
+        max_in_flight=overlap.max_in_flight if overlap is not None else 0,
+        max_misses=dynamic.max_rounds * per_step if dynamic is not None else 0,
+    )
+    during: During = "rest"
+    if overlap is not None:
+        during = "pause" if overlap.pause_while_training else "run"
+    return Producer(
+        group_sampler(pool, rollout.sampling, rollout.agent, rewarder.tokenizer, seed=config.seed),
+        rewarder,
+        prompts,
+        Ledger(limits),
+        pool,
+        ProducerConfig(
+            samples=rollout.samples_per_prompt,
+            during_training=during,
+            filter_flat=dynamic is not None,
+            timeout_s=config.placement.timeout_s,
+        ),
+    )

@@ -1,0 +1,326 @@
+"""The stream of groups, with a generator whose tokens and scores are known: nothing lost, nothing twice."""
+
+import asyncio
+import random
+import threading
+import time
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rlhf_core import DeadlineExceeded, EngineDiedError, Failed, RewardError, SamplingConfig, Score
+from rlhf_core.testing.fakes import ScriptedBackend
+from rlhf_launch.groups import group_from_plain, group_to_plain
+from rlhf_launch.handles import LocalHandle
+from rlhf_launch.ledger import Ledger, LedgerLimits
+from rlhf_launch.producer import Producer, ProducerConfig
+from rlhf_launch.prompts import Prompt, PromptStream
+from rlhf_launch.rewarding import Rewarder
+from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.sampling_step import group_sampler
+
+TOKENIZER = types.SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
+
+
+class Engine(ScriptedBackend):
+    """A scripted backend as a worker, whose version is set by hand."""
+
+    async def start(self):
+        return 0.0
+
+    async def capabilities(self):
+        from rlhf_core import BackendCapabilities
+
+        return BackendCapabilities(transports=frozenset({"local"}))
+
+    def set_version(self, version):
+        self._version = version
+
+
+class ByPrompt:
+    """Prompts with an even number get unequal scores, the others equal ones; `bad` prompts have none."""
+
+    def __init__(self, bad=()):
+        self.bad = bad
+
+    async def score(self, trajectories, texts):
+        number = int(trajectories[0].metadata["number"])
+        if number in self.bad:
+            return [Failed(sample_id=t.sample_id, reason="no verdict") for t in trajectories]
+        return [Score(value=float(i if number % 2 == 0 else 1)) for i in range(len(trajectories))]
+
+
+class Run:
+    """A producer on one or more scripted engines; a step is `step()`."""
+
+    def __init__(self, *, reward=None, script=None, engines=1, during="rest", filter_flat=False, **limits):
+        numbered = [
+            Prompt(prompt_id=str(n), text=str(n), token_ids=(5, n), metadata={"number": n}) for n in range(100)
+        ]
+        script = script or (lambda request, index: (9,))
+        self.engines = [Engine(script=script, token_delay_s=0.0005) for _ in range(engines)]
+        self.pool = RolloutPool(
+            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(self.engines)], timeout_s=20
+        )
+        self.pool.start()
+        self.prompts = PromptStream(numbered, seed=0, shuffle=False)
+        self.ledger = Ledger(LedgerLimits(**{"per_step": 6, "steps": 100, **limits}))
+        self.producer = Producer(
+            group_sampler(self.pool, SamplingConfig(max_tokens=64), None, TOKENIZER, seed=0),
+            Rewarder(reward or ByPrompt(), TOKENIZER),
+            self.prompts,
+            self.ledger,
+            self.pool,
+            ProducerConfig(samples=4, during_training=during, filter_flat=filter_flat, timeout_s=20),
+        )
+        self.version = 0
+
+    def step(self):
+        collected = self.producer.collect()
+        self.producer.hold()
+        self.version += 1
+        for engine in self.engines:
+            engine.set_version(self.version)
+        self.producer.go_on(self.version)
+        return collected
+
+    @property
+    def requests(self):
+        return [request for engine in self.engines for request in engine.requests]
+
+    def close(self):
+        self.producer.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def start():
+    runs = []
+
+    def make(**options):
+        runs.append(Run(**options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def numbers(groups):
+    return [group.trajectories[0].metadata["number"] for group in groups]
+
+
+def of_length(length):
+    return lambda request, index: (9,) * length(request.prompt_token_ids[1])
+
+
+def test_alternation_takes_the_prompts_in_order(start):
+    run = start()
+    collected = run.step()
+    assert numbers(collected.groups) == [0, 1, 2, 3, 4, 5]
+    assert [t.sample_id for t in collected.trajectories[:5]] == ["0/0", "0/1", "0/2", "0/3", "1/0"]
+    assert len(run.requests) == 6  # one request for all samples of a prompt
+    assert len({request.seed for request in run.requests}) == 6
+    time.sleep(0.05)
+    assert len(run.requests) == 6  # nothing is generated while the trainer is at work
+    assert numbers(run.step().groups) == [6, 7, 8, 9, 10, 11]
+
+
+def test_groups_that_teach_nothing_are_replaced(start):
+    collected = start(filter_flat=True, max_misses=24).step()
+    assert numbers(collected.groups) == [0, 2, 4, 6, 8, 10]
+    assert collected.counts["prompts/started"] - collected.counts["prompts/filtered"] == 6
+    assert collected.counts["prompts/used"] == 6
+
+
+def test_a_step_that_stays_short_trains_on_what_it_has(start):
+    collected = start(filter_flat=True, max_misses=3).step()
+    assert numbers(collected.groups) == [0, 2, 4, 6, 8]
+    assert collected.counts["prompts/filtered"] == 4
+
+
+def test_prompts_without_a_score_are_replaced_and_counted(start):
+    collected = start(reward=ByPrompt(bad={1, 4})).step()
+    assert numbers(collected.groups) == [0, 2, 3, 5, 6, 7]
+    assert collected.counts["prompts/dropped"] == 2
+    assert collected.counts["dropped_samples"] == 8
+
+
+def test_a_step_without_any_score_ends_the_run(start):
+    with pytest.raises(RewardError, match="no sample of 12 prompts has a score"):
+        start(reward=ByPrompt(bad=range(100))).step()
+
+
+def test_an_error_of_a_reward_is_raised_by_collect(start):
+    class Broken:
+        async def score(self, trajectories, texts):
+            raise RewardError("no network")
+
+    with pytest.raises(RewardError, match="no network"):
+        start(reward=Broken()).step()
+
+
+def test_a_wait_that_gets_too_long_says_what_is_missing(start):
+    run = start(script=of_length(lambda n: 10_000 if n == 3 else 1))
+    run.producer._config = ProducerConfig(samples=4, timeout_s=0.2)
+    run.engines[0]._delay = 0.01
+    with pytest.raises(DeadlineExceeded, match=r"1 prompts are unfinished, 5 groups are there"):
+        run.step()
+
+
+def test_partial_rollouts_continue_under_the_new_weights(start):
+    run = start(during="pause", max_staleness=1, per_step=2, script=of_length(lambda n: 60 if n == 1 else 2))
+    first = run.step()
+    assert 1 not in numbers(first.groups)
+    second = run.step()
+    assert 1 in numbers(second.groups)  # where it is due; it was waited for
+    (slow,) = (group for group in second.groups if numbers([group]) == [1])
+    versions = {v for t in slow.trajectories for v in t.weight_versions if v >= 0}
+    assert versions == {0, 1}
+    assert second.staleness(1) == {"staleness/mean": pytest.approx(1), "staleness/max": 1}
+    assert sum(request.prompt_token_ids[1] == 1 for request in run.requests) == 1  # never started over
+
+
+def test_engines_stand_still_while_training_only_where_that_is_wanted(start):
+    for during, still in (("pause", True), ("run", False)):
+        run = start(during=during, max_staleness=1, per_step=2, script=of_length(lambda n: 1 if n < 2 else 60))
+        run.producer.collect()
+        run.producer.hold()
+        before = run.pool.idle.take()
+        time.sleep(0.1)
+        assert run.engines[0]._paused is still
+        assert (run.pool.idle.take() > 0.08) is still
+        assert before >= 0
+        run.producer.go_on(1)
+        assert not run.engines[0]._paused
+
+
+def test_asynchronous_generation_goes_on_during_training(start):
+    run = start(during="run", max_staleness=1, per_step=2)
+    run.producer.collect()
+    deadline = time.monotonic() + 10
+    while run.ledger.waiting < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run.ledger.waiting == 2  # the next step is there before this one is trained
+    assert len(run.requests) == 4
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    staleness=st.integers(1, 3),
+    during=st.sampled_from(["pause", "run"]),
+    engines=st.integers(1, 2),
+    filter_flat=st.booleans(),
+)
+def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost_or_used_twice(
+    seed, staleness, during, engines, filter_flat
+):
+    length = [random.Random(seed + n).choice((1, 3, 40)) for n in range(1000)]
+    run = Run(
+        script=of_length(lambda n: length[n]),
+        during=during,
+        max_staleness=staleness,
+        engines=engines,
+        filter_flat=filter_flat,
+        per_step=3,
+        steps=5,
+        max_misses=50,
+    )
+    try:
+        used = []
+        for step in range(5):
+            collected = run.step()
+            assert collected.staleness(step)["staleness/max"] <= staleness
+            used += [n for group in collected.groups for n in numbers([group])]
+        assert len(used) == len(set(used)) == 15
+        assert not filter_flat or all(n % 2 == 0 for n in used)
+        counts = run.ledger.counts
+        assert counts["dispatched"] == run.prompts.position
+        assert counts["dispatched"] == len(run.ledger.in_flight) + run.ledger.waiting + 15 + counts["filtered"]
+        assert filter_flat or not run.ledger.in_flight  # nothing is started that no step would take
+    finally:
+        run.close()
+
+
+def test_prompts_in_flight_are_generated_again_after_resume(start):
+    script = of_length(lambda n: 60 if n in (0, 3) else 1)
+    run = start(during="run", max_staleness=1, per_step=2, script=script)
+    first = run.step()
+    state = run.producer.state()
+    assert set(state["ledger"]["in_flight"]) >= {0, 3}
+    run.close()
+    again = start(during="run", max_staleness=1, per_step=2, script=script)
+    again.version = 1
+    again.producer.restore(state, step=1)
+    rest = [numbers(again.step().groups) for _ in range(4)]
+    used = sorted(n for groups in (numbers(first.groups), *rest) for n in groups)
+    assert len(used) == len(set(used)) == 10
+    assert used[:6] == [0, 1, 2, 3, 4, 5]  # the long ones too: no bias to short answers
+    seeds = {r.request_id: r.seed for r in run.requests}
+    assert all(seeds[r.request_id] == r.seed for r in again.requests if r.request_id in seeds)
+
+
+def test_restoring_gives_up_what_runs(start):
+    run = start(during="run", max_staleness=1, per_step=2, script=of_length(lambda n: 60))
+    run.step()
+    state = run.producer.state()
+    for engine in run.engines:
+        engine.set_version(1)
+    run.producer.restore(state, step=1)
+    assert len(numbers(run.step().groups)) == 2
+    counts = run.ledger.counts
+    assert counts["dispatched"] == len(run.ledger.in_flight) + run.ledger.waiting + counts["consumed"]
+
+
+def test_an_engine_that_dies_in_mid_generation_costs_no_prompt(start):
+    run = start(during="run", max_staleness=1, per_step=4, engines=2, script=of_length(lambda n: 30))
+    threading.Timer(0.01, run.engines[0].die).start()
+    used = [n for _ in range(3) for n in numbers(run.step().groups)]
+    assert len(used) == len(set(used)) == 12
+    assert run.pool.live == [1]
+
+
+def test_the_last_engine_s_death_ends_the_run(start):
+    run = start()
+    run.engines[0].die("power cut")
+    with pytest.raises(EngineDiedError, match="power cut"):
+        run.step()
+
+
+def test_a_request_that_a_failed_sync_ended_starts_again(start):
+    from rlhf_core import StaleWeightsError
+
+    run = start(per_step=1)
+    engine, calls = run.engines[0], []
+    generate = engine.generate
+
+    async def once_stale(request):
+        calls.append(request.request_id)
+        if len(calls) == 1:
+            raise StaleWeightsError("the last weight sync failed")
+        return await generate(request)
+
+    engine.generate = once_stale
+    assert numbers(run.step().groups) == [0]
+    assert calls == ["0", "0"]
+
+
+def test_closing_twice_is_harmless_and_ends_what_runs():
+    run = Run(during="run", max_staleness=1, script=of_length(lambda n: 60))
+    run.producer._open = True
+    with run.producer._changed:
+        run.producer._fill()
+    run.close()
+    run.producer.close()
+    assert not asyncio.all_tasks(run.producer._loop)
+
+
+def test_a_waiting_group_survives_a_checkpoint(start):
+    import dataclasses
+    import json
+
+    group = start().step().groups[0]
+    restored = group_from_plain(json.loads(json.dumps(group_to_plain(group))))
+    assert dataclasses.asdict(restored) == dataclasses.asdict(group)
