@@ -2,6 +2,8 @@
 
 import json
 import math
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from rlhf_algos.config_files import dump_config, from_mapping
@@ -15,6 +17,7 @@ from rlhf_launch.preflight import check_inputs
 from rlhf_launch.prompts import Prompt
 from rlhf_launch.reward_config import RewardSection
 from rlhf_launch.rewarding import check_reward
+from rlhf_rollout.reward_parts import EnvironmentPart, RewardPart
 
 PARTS = {
     "correct": {"kind": "math", "answer": "gold", "weight": 2},
@@ -42,6 +45,14 @@ def test_every_kind_is_parsed_and_survives_a_dump():
     import yaml
 
     assert from_mapping(RewardSection, yaml.safe_load(dump_config(parsed)), source="test") == parsed
+
+
+def test_the_example_has_every_kind():
+    from rlhf_algos.config_files import load_config
+
+    example = Path(__file__).parents[3] / "examples" / "rewards.yaml"
+    parts = load_config(RunConfig, example).reward.parts.values()
+    assert {type(part) for part in parts} | {EnvironmentPart} == set(get_args(RewardPart))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class FunctionPart(Weighted):
 
     def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
         """The reward and the columns of the data that it needs; imports the function."""
-        settings = {"options": self.options, "columns": self.columns, "timeout_s": self.timeout_s}
+        settings: dict[str, Any] = {"options": self.options, "columns": self.columns, "timeout_s": self.timeout_s}
+        name = f"{name} ({self.function})"
         if self.isolated:
             return _isolated(ProcessRewardConfig(function=self.function, workers=self.workers, **settings), name)
         reward = PythonReward(self.function, name=name, **settings)
