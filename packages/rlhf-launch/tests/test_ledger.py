@@ -134,7 +134,7 @@ def test_no_order_of_completion_breaks_the_bound_or_loses_a_prompt(seed, per_ste
     while ledger.step < steps:
         before = set(ledger.in_flight)
         fresh = start_all(ledger, fresh)
-        started |= {position: ledger.version for position in set(ledger.in_flight) - before}
+        started |= dict.fromkeys(set(ledger.in_flight) - before, ledger.version)
         assert balanced(ledger)
         training = ledger.version < ledger.step
         if training and (not ledger.in_flight or chance.random() < 0.4):

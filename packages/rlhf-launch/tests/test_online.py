@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from rlhf_core import RewardError
+from rlhf_core import ConfigError, RewardError
 from rlhf_launch.assemble import run_online
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -148,3 +148,73 @@ def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folde
     assert [row["step"] for row in rows if "eval/held-out/reward" in row] == [0, 1, 2, 3]
     steps = [row for row in rows if "reward" in row]
     assert all(row["prompts/started"] == row["prompts/used"] + row["prompts/filtered"] for row in steps)
+
+
+def final_state(run):
+    return run.state.store.latest()[1]
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
+    settings, make_config, tmp_path, paused
+):
+    changes = {
+        "rollout__overlap": {"max_staleness": 2, "pause_while_training": paused},
+        "rollout__sampling": {"max_tokens": 12},
+        "train__prompts_per_step": 3,
+        "checkpoint_every": 2,
+        "eval_every": 2,
+        "output_dir": str(tmp_path / "run"),
+    }
+    half = run_online(make_config(settings, steps=4, **changes))
+    assert final_state(half)["ledger"]["counts"]["consumed"] == 12
+    # The trainer stops amid the run: what is in flight belongs to the checkpoint.
+    (half.reporter.directory / "checkpoints" / "step-000004").rename(tmp_path / "lost")
+    state = final_state(half)
+    ledger = state["ledger"]
+    assert state["step"] == 2
+    assert ledger["counts"]["dispatched"] == 6 + len(ledger["in_flight"]) + len(ledger["finished"])
+    run = run_online(make_config(settings, steps=6, **changes), resume=True)
+    state = final_state(run)
+    assert state["ledger"] == {
+        "in_flight": [],
+        "finished": [],
+        "counts": {"dispatched": 18, "consumed": 18, "filtered": 0, "dropped": 0, "dropped_samples": 0},
+    }
+    assert state["prompt_position"] == 18
+    rows = read_rows(run)
+    assert [row["weight_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["staleness/max"] <= 2 for row in rows)
+    assert any(row["staleness/mean"] > 0 for row in rows)
+    assert all(0 < row["off_policy_weight"] <= 2 for row in rows)  # corrected although nothing said so
+    assert all(row["seconds/engines_idle"] >= 0 for row in rows)
+
+
+def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
+    overlap = {"rollout__overlap": {}}
+    with pytest.raises(ConfigError, match="no top_p, top_k or min_p"):
+        make_config(settings, rollout__sampling={"max_tokens": 8, "top_p": 0.9}, **overlap)
+    with pytest.raises(ConfigError, match="max_staleness must be at least 1"):
+        make_config(settings, rollout__overlap={"max_staleness": 0})
+    own = make_config(settings, algorithm={"grpo": {"off_policy": [{"mode": "mask"}]}}, **overlap)
+    assert [correction.mode for correction in own.recipe.off_policy] == ["mask"]
+    assert make_config(settings, rollout__overlap={"off_policy_correction": False}).recipe.off_policy == ()
+    assert make_config(settings).recipe.off_policy == ()
+
+
+def test_the_best_checkpoint_outlives_newer_ones(settings, make_config):
+    with pytest.raises(ConfigError, match=r"names the set 'sums'; there is held-out"):
+        make_config(settings, keep_best="eval/sums/reward")
+    config = make_config(settings, keep_best="step_number", checkpoint_every=1, keep_checkpoints=1, best_is="min")
+    run = run_online(config)
+    assert run.state.store.steps() == [3]  # there is no such metric, so nothing to compare
+    best = make_config(
+        settings,
+        keep_best="learning_rate",
+        best_is="max",
+        checkpoint_every=1,
+        keep_checkpoints=1,
+        train__optimizer={"learning_rate": 1e-3, "schedule": "linear"},
+        output_dir=config.output_dir + "-2",
+    )
+    assert run_online(best).state.store.steps() == [1, 3]
