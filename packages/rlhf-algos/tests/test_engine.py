@@ -258,6 +258,35 @@ class TestLora:
         assert resumed.step(make_batch(), SFT).loss == expected.loss
 
 
+class TestQuantizedLora:
+    @pytest.fixture
+    def engine(self, config):
+        pytest.importorskip("bitsandbytes")
+        pytest.importorskip("peft")
+        return TorchEngine(replace(config, options={"lora": {"rank": 4, "quantize": "nf4"}}))
+
+    def test_trains_exports_in_full_precision_and_resumes(self, engine, config, tmp_path):
+        batch = make_batch()
+        frozen = TorchEngine(replace(engine.config, optimizer=None, role="reference"))
+        assert torch.equal(frozen.score(batch).log_probs, engine.score(batch).log_probs)
+        losses = [engine.step(batch, SFT).loss for _ in range(5)]
+        assert losses[-1] < losses[0]
+        for folder in ("saved", "exported"):
+            (tmp_path / folder).mkdir()
+        engine.save(tmp_path / "saved")
+        engine.export(tmp_path / "exported")
+        merged = TorchEngine(replace(config, model=str(tmp_path / "exported"), optimizer=None))
+        assert torch.allclose(engine.score(batch).log_probs, merged.score(batch).log_probs, atol=1e-4)
+        expected = engine.step(batch, SFT)
+        resumed = TorchEngine(engine.config)
+        resumed.load(tmp_path / "saved")
+        assert resumed.step(batch, SFT).loss == expected.loss
+
+    def test_weights_are_those_of_the_checkpoint_in_name_shape_and_dtype(self, engine, config):
+        plain = TorchEngine(config).weights().manifest(0)
+        assert engine.weights().manifest(0).tensors == plain.tensors
+
+
 def test_a_model_that_does_not_exist_is_refused(config):
     with pytest.raises(ConfigError, match="does not exist"):
         TorchEngine(replace(config, model="./nowhere/model"))

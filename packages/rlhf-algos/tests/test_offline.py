@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from rlhf_algos.offline_config import (
     RunConfig,
 )
 from rlhf_algos.offline_methods import METHODS
-from rlhf_core import ConfigError
+from rlhf_core import ConfigError, LoraConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
 
@@ -290,14 +291,23 @@ def test_a_loss_function_of_ones_own(make, tmp_path, monkeypatch):
 
 
 def test_lora_trains_adapters_and_writes_a_merged_model(make, model):
-    from rlhf_algos.torch_models import LoraConfig
-
     result = train(make("dpo", run=RunConfig(lora=LoraConfig(rank=4))))
     before, after = weights(Path(model)), weights(result.model)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
     assert all("_proj" in name for name in changed)
+
+
+def test_a_4_bit_policy_starts_from_its_own_reference(make, model, tmp_path):
+    """The reference is quantised like the policy, so the first DPO loss is log 2; its scores are cached apart."""
+    pytest.importorskip("bitsandbytes")
+    lora = {"rank": 4, "quantize": "nf4"}
+    train(make("dpo", max_steps=1, output=tmp_path / "plain"))
+    result = train(make("dpo", max_steps=1, run=RunConfig(lora=LoraConfig(**lora))))
+    assert result.metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    before, after = weights(Path(model)), weights(result.model)
+    assert {name: tensor.dtype for name, tensor in before.items()} == {n: t.dtype for n, t in after.items()}
 
 
 def test_bfloat16_and_gradient_checkpointing_run(make):

@@ -8,10 +8,12 @@ def test_the_public_names_are_pinned():
     assert rlhf_train.__all__ == [
         "DeepSpeedEngine",
         "MemoryReport",
+        "MergeConfig",
         "PendingSave",
         "RewardScale",
         "ZeroConfig",
         "ZeroWeights",
+        "merge_adapter",
         "process_environment",
     ]
 

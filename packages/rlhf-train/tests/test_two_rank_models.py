@@ -14,6 +14,7 @@ def test_adapters_train_over_4_bit_weights_at_every_stage(measured, stage):
     assert found["gap"] < 1e-6
     assert found["resumed"] == 0
     assert found["exported"] < 1e-4
+    assert found["merged_again"] < 1e-4, "from the adapter files beside the export"
     assert found["parameters"] < 0.7 * found["whole"], "linear layers are held in 4 bits"
 
 

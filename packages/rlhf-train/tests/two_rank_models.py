@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rlhf_core import Batch, Loss, LossTerms, ModelOutputs
 from rlhf_core.testing.engine import SMOOTH, forward, gap, supervised_loss
+from rlhf_train import MergeConfig, merge_adapter
 from two_rank_features import NLL, half, plain_steps, samples, smooth_adam, weights_of
 
 DRAWN = 3
@@ -72,6 +73,9 @@ class ModelChecks:
                 engine.step(batch, NLL)
             first.export(path)
             scored = first.score(batch).log_probs
+            if self.rank == 0:
+                merge_adapter(MergeConfig(adapter=path, output=path / "merged"))
+            first.ranks.barrier()
             memory = first.memory_report()
             found[str(stage)] = {
                 "dtypes": sorted({str(tensor.dtype) for tensor in before.values()}),
@@ -80,6 +84,7 @@ class ModelChecks:
                 "gap": gap(merged[stage], merged[0]),
                 "resumed": gap(weights_of(first), weights_of(second)),
                 "exported": float((forward(str(path), batch)[0] - scored).abs().max()),
+                "merged_again": float((forward(str(path / "merged"), batch)[0] - scored).abs().max()),
                 "parameters": memory.parameters,
                 "whole": sum(4 * tensor.numel() for tensor in before.values()),
             }

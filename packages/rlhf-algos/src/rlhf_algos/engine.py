@@ -23,6 +23,7 @@ from rlhf_core import (
     model_outputs,
     score_in_micro_batches,
 )
+from rlhf_core.adapter_files import FOLDER, adapter_parameters, write_adapter
 from rlhf_core.packed_attention import enable_packing
 from rlhf_core.random_state import RandomState
 
@@ -59,7 +60,8 @@ class TorchEngine:
         self.model: Any = load_model(config, options).to(self.device)
         self.packing = options.packing and enable_packing(self.model)
         """Whether sequences run unpadded, with shared prompts computed once; False where the model cannot."""
-        self._lora = options.quantize is not None or (options.lora is not None and config.optimizer is not None)
+        self._adapters = options.lora if config.optimizer is not None else None
+        self._lora = options.quantize is not None or self._adapters is not None
         self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None
         self._random = RandomState(config.seed + rank_of(self.ranks), self.device)
         self._skipped_in_a_row = 0
@@ -158,6 +160,10 @@ class TorchEngine:
         if rank_of(self.ranks) == 0:
             merged = LoraWeights(self.model).state_dict() if self._lora else None
             self.model.save_pretrained(path, state_dict=merged)
+            if self._adapters is not None:
+                folder = Path(path) / FOLDER
+                folder.mkdir(exist_ok=True)
+                write_adapter(folder, adapter_parameters(self.model), self._adapters, base=self.config.model)
         self.ranks.max(0)
 
     def close(self) -> None:

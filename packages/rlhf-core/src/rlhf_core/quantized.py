@@ -91,3 +91,19 @@ def outline(parameter: Any) -> Tensor:
         return torch.empty(tuple(parameter.quant_state.shape), dtype=parameter.quant_state.dtype, device="meta")
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
+
+
+def restore_linear_layers(model: nn.Module) -> None:
+    """Put an ordinary linear layer, of the values that its codes stand for, in the place of every 4-bit one."""
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            weight = getattr(layer, "weight", None)
+            if not _is_quantized(weight):
+                continue
+            values = dequantized(weight)
+            bias: Any = getattr(layer, "bias", None)
+            whole = nn.Linear(values.shape[1], values.shape[0], bias=bias is not None, device="meta")
+            whole.weight = nn.Parameter(values)
+            if bias is not None:
+                whole.bias = nn.Parameter(bias.detach().to(values.dtype))
+            setattr(owner, name, whole)

@@ -15,6 +15,7 @@ from rlhf_core import RLHFError, UserError
 
 from rlhf_launch.doctor_command import doctor
 from rlhf_launch.generate_command import generate
+from rlhf_launch.merge_command import merge_lora
 from rlhf_launch.offline_command import offline
 
 app = typer.Typer(
@@ -102,6 +103,7 @@ def tiny_model(
 
 app.command()(generate)
 app.command()(offline)
+app.command("merge-lora")(merge_lora)
 app.add_typer(doctor, name="doctor")
 
 

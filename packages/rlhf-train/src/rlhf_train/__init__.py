@@ -7,6 +7,7 @@ from rlhf_train.background_save import PendingSave
 from rlhf_train.engine import DeepSpeedEngine
 from rlhf_train.environment import process_environment
 from rlhf_train.memory import MemoryReport
+from rlhf_train.merging import MergeConfig, merge_adapter
 from rlhf_train.reward_scale import RewardScale
 from rlhf_train.zero_config import ZeroConfig
 from rlhf_train.zero_weights import ZeroWeights
@@ -14,9 +15,11 @@ from rlhf_train.zero_weights import ZeroWeights
 __all__ = [
     "DeepSpeedEngine",
     "MemoryReport",
+    "MergeConfig",
     "PendingSave",
     "RewardScale",
     "ZeroConfig",
     "ZeroWeights",
+    "merge_adapter",
     "process_environment",
 ]

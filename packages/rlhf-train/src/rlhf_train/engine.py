@@ -32,7 +32,7 @@ from rlhf_train.background_save import PendingSave
 from rlhf_train.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint, save_in_background
 from rlhf_train.environment import process_environment
 from rlhf_train.experts import mark_expert_blocks
-from rlhf_train.export import export_model
+from rlhf_train.export import export_adapters, export_model
 from rlhf_train.freezing import freeze
 from rlhf_train.gradients import drop_gradients
 from rlhf_train.memory import MemoryReport, PhaseMemory
@@ -324,6 +324,8 @@ class DeepSpeedEngine:
         """See TrainEngine. Rank 0 writes. `averaged` writes the moving average instead of the weights."""
         with self.averaged_weights() if averaged else contextlib.nullcontext():
             export_model(self.model, path, ranks=self.ranks, shard_bytes=self.zero.export_shard_bytes)
+            if self.zero.lora is not None and self.config.optimizer is not None:
+                export_adapters(self.model, path, self.zero.lora, ranks=self.ranks, base=self.config.model)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the engine's weights are their moving average: score, export or sync there.

@@ -1,4 +1,4 @@
-"""A Transformers directory from an engine's weights."""
+"""A Transformers directory, and one of adapters, from an engine's weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from rlhf_core import LoraConfig
+from rlhf_core.adapter_files import FOLDER, adapter_parameters, write_adapter
+
+from rlhf_train.models import gathered
 from rlhf_train.process_group import TrainingRanks
 from rlhf_train.zero_weights import ZeroWeights
+
+
+def export_adapters(model: Any, path: Path, config: LoraConfig, *, ranks: TrainingRanks, base: str) -> None:
+    """Write the adapters of a model beside what `export_model` wrote, as peft's files."""
+    folder = Path(path) / FOLDER
+    parameters = adapter_parameters(model)
+    with torch.no_grad(), gathered(list(parameters.values())):
+        if ranks.info.rank == 0:
+            folder.mkdir(exist_ok=True)
+            write_adapter(folder, parameters, config, base=base)
+    ranks.barrier()
 
 
 def export_model(model: Any, path: Path, *, ranks: TrainingRanks, shard_bytes: int) -> None:

@@ -1,0 +1,134 @@
+"""Adapters merged into the model they were trained on: a directory for whoever knows nothing of adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rlhf_core import ConfigError
+from rlhf_core.adapter_files import CONFIG, AdapterBase, find_adapter
+from rlhf_core.adapters import HEADS, FourBit, adapted_layers
+from rlhf_core.engines import DType
+from rlhf_core.quantized import quantized_loading, restore_linear_layers, settle_quantized
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeConfig:
+    """What `merge_adapter` merges into what."""
+
+    adapter: Path
+    """Directory that peft wrote, or an engine's export."""
+    output: Path
+    """Directory to write; it must not exist, or be empty."""
+    base: str | None = None
+    """The model; None for the one that the adapter names."""
+    dtype: DType | None = None
+    """Of the merged weights; None for the base model's."""
+    quantize: FourBit | None = None
+    """Merge into what these 4 bits make of the base model. None: as the adapter was trained, where it says so."""
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in get_args(DType):
+            raise ConfigError(f"merge: dtype must be one of {', '.join(get_args(DType))}, got {self.dtype!r}")
+        if self.quantize is not None and self.quantize not in get_args(FourBit):
+            raise ConfigError(
+                f"merge: quantize must be one of {', '.join(get_args(FourBit))}, got {self.quantize!r}"
+            )
+
+
+def merge_adapter(config: MergeConfig) -> int:
+    """Write the merged model, with the base model's tokenizer; returns the number of merged layers.
+
+    Each layer is merged in float32 and then brought to the dtype of the whole. An adapter that was trained over
+    4-bit weights is merged into those, put back to full precision: the model that was trained, not one near it.
+
+    Raises:
+        ConfigError: no adapter, no such base, another kind of adapter, or an output that exists.
+    """
+    folder = find_adapter(config.adapter)
+    described = _read_description(folder)
+    trained_on = AdapterBase.read(folder)
+    base = config.base or described.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"the adapter in {str(folder)!r} does not name its model; give it with --base")
+    output = config.output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{str(output)!r} exists and is not empty; give another output")
+    quantize = config.quantize or (trained_on.quantize if trained_on else None)
+    model = _load_base(base, described, config, quantize)
+    dtype = getattr(torch, config.dtype) if config.dtype else model.dtype
+    merged, count = _merge(model, folder, dtype)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Beside, then renamed: whoever sees the directory sees all of it.
+    beside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        merged.save_pretrained(beside)
+        _copy_tokenizer(base, beside, config)
+        beside.chmod(0o755)
+        os.replace(beside, output)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return count
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    described = json.loads((folder / CONFIG).read_text())
+    if (kind := described.get("peft_type")) != "LORA":
+        raise ConfigError(f"the adapter in {str(folder)!r} is of the kind {kind!r}; only LORA can be merged")
+    return described
+
+
+def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quantize: FourBit | None) -> Any:
+    import transformers as hf
+
+    scalar = described.get("task_type") == "SEQ_CLS" or set(described.get("modules_to_save") or ()) & set(HEADS[:2])
+    kind: Any = hf.AutoModelForSequenceClassification if scalar else hf.AutoModelForCausalLM
+    arguments: dict[str, Any] = {"num_labels": 1} if scalar else {}
+    try:
+        own = hf.AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code).dtype
+        dtype = own or torch.float32
+        if quantize is not None:
+            cpu = torch.device("cpu")
+            arguments |= quantized_loading(quantize, dtype=dtype, device=cpu, extra="rlhf-train[qlora]")
+        model = kind.from_pretrained(base, dtype=dtype, trust_remote_code=config.trust_remote_code, **arguments)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the base model {base!r} cannot be loaded: {error}") from error
+    if quantize is not None:
+        settle_quantized(model)
+        restore_linear_layers(model)
+    return model
+
+
+def _merge(model: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("merging adapters needs peft; install rlhf-train[lora]") from None
+    try:
+        adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"the adapter in {str(folder)!r} does not fit {type(model).__name__}: {error}") from error
+    layers = adapted_layers(adapted)
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.float()
+            layer.merge(safe_merge=True)
+            layer.to(dtype)
+    return adapted.unload().to(dtype), len(layers)
+
+
+def _copy_tokenizer(base: str, path: Path, config: MergeConfig) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError):
+        return  # a model without one
+    tokenizer.save_pretrained(path)
