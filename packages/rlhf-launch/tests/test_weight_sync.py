@@ -1,6 +1,7 @@
 """Weight sync over all engines: dead ones are left out, new ones catch up, failures are tried again in full."""
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -207,6 +208,63 @@ def test_delta_syncs_start_full_and_are_full_again_after_a_failure(start):
     assert all(stack.up_to_date(engine) for engine in range(3))
     stack.change("w0")
     assert stack.sync(4).bytes == 4 * SIZES[0]
+
+
+BEST = ("shm", "gloo")
+
+
+def test_workers_on_one_host_share_memory(start):
+    stack = start(transports=BEST)
+    assert stack.sync.transport == "shm"
+    assert stack.sync(1).version == 1
+    assert all(stack.up_to_date(engine) for engine in range(3))
+
+
+@pytest.mark.parametrize("answer", ["another host", None])
+def test_workers_that_share_no_memory_take_the_next_transport(start, monkeypatch, answer):
+    async def elsewhere(worker):
+        return answer
+
+    monkeypatch.setattr(RolloutWorker, "shared_memory", elsewhere)
+    stack = start(2, transports=BEST)
+    stack.sync(1)
+    assert stack.sync.transport == "gloo"
+    assert stack.up_to_date(0)
+
+
+def test_after_a_failure_of_shared_memory_the_next_transport_is_taken(start, monkeypatch):
+    def no_room(nbytes):
+        raise WeightSyncError("64 MiB of shared memory cannot be had")
+
+    monkeypatch.setattr("rlhf_core.transport_mapped._file_segment", no_room)
+    stack = start(2, transports=BEST)
+    for version in (1, 2):
+        stack.sync(version)
+        assert stack.sync.transport == "gloo"
+    assert stack.up_to_date(1)
+
+
+def test_an_engine_that_dies_before_the_link_is_opened_is_left_out(start):
+    stack = start(transports=BEST)
+    stack.pool._handles[1].close = lambda: None
+    stack.pool._handles[1].call = lambda *_: failed(EngineDiedError("unplugged"))
+    assert stack.sync(1).lost == ("engine 1: unplugged",)
+    assert [stack.up_to_date(engine) for engine in (0, 2)] == [True, True]
+
+
+def failed(error):
+    future = Future()
+    future.set_exception(error)
+    return future
+
+
+def test_the_configuration_can_name_the_transport(start):
+    stack = start(2, transports=BEST, transport="disk")
+    stack.sync(1)
+    assert stack.sync.transport == "disk"
+    assert stack.up_to_date(1)
+    with pytest.raises(ConfigError, match="can join disk, gloo, local, shm"):
+        start(1, transport="nccl")
 
 
 def test_options_are_checked(start):

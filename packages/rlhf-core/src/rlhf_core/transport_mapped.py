@@ -22,6 +22,7 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.manifest import Bucket
 from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, reach
+from rlhf_core.shared_memory import shared_directory
 from rlhf_core.transport import Link, Sending
 
 
@@ -221,7 +222,7 @@ class MappedReceiver:
 
 
 def _file_segment(nbytes: int) -> tuple[Tensor, Any, list[Path]]:
-    directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    directory = shared_directory()
     nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor, name = tempfile.mkstemp(prefix="rlhf-weights-", dir=directory)
     try:

@@ -40,12 +40,26 @@ class WorkerPlan:
     """Calls that may be under way at once; None for one at a time."""
 
 
+class WorkerRoom(Protocol):
+    """What a configuration reserves for each worker."""
+
+    @property
+    def cpus_per_worker(self) -> float:
+        """CPU cores."""
+        ...
+
+    @property
+    def gpus_per_worker(self) -> float:
+        """GPUs, where there are any."""
+        ...
+
+
 class Executor(Protocol):
     """Places workers."""
 
     @property
     def transports(self) -> Sequence[str]:
-        """Ways for the weights from trainer to generator, best first."""
+        """Ways for the weights from trainer to generator, best first; `shm` is for workers on one host."""
         ...
 
     def place(self, plans: Sequence[WorkerPlan]) -> Sequence[Handle]:
@@ -89,7 +103,7 @@ def open_executor(config: WorkerNeeds, components: Components) -> Executor:
         return LocalExecutor()
     from rlhf_launch.ray_cluster import RayCluster
 
-    transports = ("nccl", "gloo") if components.device == "cuda" else ("gloo",)
+    transports = ("nccl", "gloo") if components.device == "cuda" else ("shm", "gloo")
     placement = config.placement
     return RayCluster(placement.ray_address, transports=transports, timeout_s=placement.timeout_s)
 
@@ -102,7 +116,7 @@ def training_plans(config: RunConfig, components: Components, role: Role) -> lis
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
     ranks = config.train.ranks if role in ("policy", "critic") else 1
-    return _rank_plans(config, components, role, components.engine, engine_config, ranks)
+    return rank_plans(role, components.engine, engine_config, ranks=ranks, room=config.placement)
 
 
 def reward_plans(config: WorkerNeeds, components: Components) -> dict[str, list[WorkerPlan]]:
@@ -116,7 +130,8 @@ def reward_plans(config: WorkerNeeds, components: Components) -> dict[str, list[
             options=engine_config.options if part.engine_options is None else part.engine_options,
         )
         engine = part.engine or components.engine
-        plans[name] = _rank_plans(config, components, f"reward-{name}", engine, engine_config, part.ranks)
+        room = config.placement
+        plans[name] = rank_plans(f"reward-{name}", engine, engine_config, ranks=part.ranks, room=room)
     return plans
 
 
@@ -134,18 +149,17 @@ def _engine_config(config: WorkerNeeds, components: Components, model: str, role
     )
 
 
-def _rank_plans(
-    config: WorkerNeeds, components: Components, name: str, engine: str, engine_config: EngineConfig, ranks: int
-) -> list[WorkerPlan]:
-    environment = plugin_environment(TRAIN_ENGINES, engine, engine_config)
+def rank_plans(name: str, engine: str, config: EngineConfig, *, ranks: int, room: WorkerRoom) -> list[WorkerPlan]:
+    """A worker for each rank of one engine."""
+    environment = plugin_environment(TRAIN_ENGINES, engine, config)
     return [
         WorkerPlan(
             name=f"{name}-{rank}",
             worker=TrainWorker,
-            arguments=(engine, engine_config, environment),
+            arguments=(engine, config, environment),
             environment=environment,
-            cpus=config.placement.cpus_per_worker,
-            gpus=config.placement.gpus_per_worker if components.device == "cuda" else 0.0,
+            cpus=room.cpus_per_worker,
+            gpus=room.gpus_per_worker if config.device.startswith("cuda") else 0.0,
         )
         for rank in range(ranks)
     ]

@@ -12,6 +12,8 @@ from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 class SyncOptions:
     """How weights are sent."""
 
+    transport: str | None = None
+    """Kind of weight transport (see rlhf_core.transport); by default the fastest that the placement allows."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
     checksums: bool = False

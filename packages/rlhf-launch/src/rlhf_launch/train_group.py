@@ -82,6 +82,10 @@ class TrainGroup:
         future = self._handles[0].call("open_link", kind, receivers, self._timeout_s)
         return gather([future], what=f"{self.name} to open a weight link", timeout_s=self._timeout_s)[0]
 
+    def shared_memory(self) -> Any:
+        """Ask rank 0 which memory it can share; returns a future."""
+        return self._handles[0].call("shared_memory")
+
     def accept_link(self) -> Any:
         """Start waiting for the receivers; returns a future."""
         return self._handles[0].call("accept_link")

@@ -48,7 +48,11 @@ class WeightSync:
         self._options = options or SyncOptions()
         self._timeout_s = timeout_s
         self._link: Link | None = None
-        self.transport = pool.choose_transport(transports)
+        self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
+        self._shares_memory = True
+        """Until a transfer through shared memory failed, for want of room perhaps."""
+        self.transport = self._choose_transport()
+        """How the weights travel."""
         self.version: int | None = None
         """What all live engines have; None before the first sync and after a failed one."""
         steps = ("none", "tensors", "values")
@@ -90,6 +94,7 @@ class WeightSync:
                 if len(self._pool.lost) > dead:
                     continue  # what failed is out now
                 errors.append(str(error))
+                self._shares_memory &= self.transport != "shm"
                 if len(errors) == 2:
                     raise WeightSyncError(
                         f"weights of version {version} could not be sent: {errors[0]}; over a new link: {errors[1]}"
@@ -105,6 +110,7 @@ class WeightSync:
         """
         if self.version is None:
             raise WeightSyncError("no engine has weights to catch up with; call the sync itself")
+        self.transport = self._choose_transport(engine)
         link = self._policy.open_link(self.transport, self._pool.receivers_of(engine))
         self._link = None  # the trainer has one link at a time; the next sync opens one to all
         what = f"rollout engine {engine} to be brought to weight version {self.version}"
@@ -150,7 +156,22 @@ class WeightSync:
     def _options_on(self, manifest: WeightManifest) -> WeightManifest:
         return replace(manifest, checksums=True) if self._options.checksums else manifest
 
+    def _choose_transport(self, *joining: int) -> str:
+        """The best kind that every engine can join; shared memory only if all, the `joining` too, share it."""
+        kinds = list(self._transports)
+        if "shm" in kinds and len(kinds) > 1 and not (self._shares_memory and self._on_one_host(joining)):
+            kinds.remove("shm")
+        return self._pool.choose_transport(kinds)
+
+    def _on_one_host(self, joining: Sequence[int]) -> bool:
+        engines = list(dict.fromkeys([*self._pool.live, *joining]))
+        asked = [self._pool.call(engine, "shared_memory") for engine in engines]
+        what = "workers to name the memory that they can share"
+        found = self._meet([self._policy.shared_memory()], asked, engines, what)
+        return None not in found and len(set(found)) == 1
+
     def _connect(self) -> None:
+        self.transport = self._choose_transport()
         link = self._policy.open_link(self.transport, self._pool.receivers)
         joining = self._pool.connect(link)
         what = f"all ends of the {link.kind} weight link to meet"
@@ -159,10 +180,10 @@ class WeightSync:
 
     def _meet(
         self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str
-    ) -> None:
-        """Wait for both sides. On failure, find out first which engines are dead: they are the cause."""
+    ) -> list[Any]:
+        """Results of both sides. On failure, find out first which engines are dead: they are the cause."""
         try:
-            gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
+            return gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
         except RLHFError:
             wait(receiving, timeout=self._timeout_s)
             for engine, future in zip(engines, receiving, strict=True):

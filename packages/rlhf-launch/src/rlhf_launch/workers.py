@@ -39,6 +39,7 @@ from rlhf_core import (
     send_weights,
 )
 from rlhf_core.delta import DeltaMode
+from rlhf_core.shared_memory import shared_memory_id
 
 # Loading a Transformers model switches state of the whole process (default device and dtype): workers that share
 # a process load one after the other.
@@ -121,6 +122,10 @@ class TrainWorker:
         """Wait for all receivers."""
         if self._sender is not None:
             self._sender.accept()
+
+    def shared_memory(self) -> str | None:
+        """See shared_memory_id."""
+        return shared_memory_id()
 
     def manifest(self, version: int, bucket_bytes: int, adapters: bool = False) -> WeightManifest:
         """What a sync of all weights, or of the adapters alone, would move; collective."""
@@ -247,6 +252,10 @@ class RolloutWorker:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See RolloutBackend."""
         return await self._backend.generate(request)
+
+    async def shared_memory(self) -> str | None:
+        """See shared_memory_id."""
+        return shared_memory_id()
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""
