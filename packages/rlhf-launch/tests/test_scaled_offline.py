@@ -94,7 +94,7 @@ class Rank:
 def test_a_batch_of_fewer_units_than_ranks_is_scored(inputs, monkeypatch):
     from rlhf_core.testing.engine import rows
 
-    monkeypatch.setattr("rlhf_launch.scaled_offline.TrainWorker", Rank)
+    monkeypatch.setattr("rlhf_launch.placement.TrainWorker", Rank)
     engine = PlacedEngine(
         EngineConfig(model=str(inputs / "model")), ScaleSection(ranks=3, engine="torch"), LocalExecutor()
     )

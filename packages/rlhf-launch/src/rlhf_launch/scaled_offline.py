@@ -17,16 +17,13 @@ from rlhf_core import (
     CapabilityError,
     ConfigError,
     EngineConfig,
-    Loss,
     ModelOutputs,
-    StepReport,
     WeightSource,
 )
 
 from rlhf_launch.components import load_plugin_checked
-from rlhf_launch.placement import Executor, LocalExecutor, WorkerPlan, plugin_environment
+from rlhf_launch.placement import Executor, LocalExecutor, rank_plans
 from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.workers import TrainWorker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,40 +128,20 @@ def _executor(scale: ScaleSection) -> Executor:
     return RayCluster(scale.ray_address, timeout_s=scale.timeout_s)
 
 
-def engine_plans(config: EngineConfig, scale: ScaleSection) -> list[WorkerPlan]:
-    """A worker for each rank of one engine."""
-    environment = plugin_environment(TRAIN_ENGINES, scale.engine_name, config)
-    return [
-        WorkerPlan(
-            name=f"{config.role}-{rank}",
-            worker=TrainWorker,
-            arguments=(scale.engine_name, config, environment),
-            environment=environment,
-            cpus=scale.cpus_per_worker,
-            gpus=scale.gpus_per_worker if config.device.startswith("cuda") else 0.0,
-        )
-        for rank in range(scale.ranks)
-    ]
-
-
-class PlacedEngine:
+class PlacedEngine(TrainGroup):
     """A `TrainEngine` whose ranks live in workers of its own; these end with it."""
 
     def __init__(self, config: EngineConfig, scale: ScaleSection, executor: Executor) -> None:
         self._executor: Executor | None = executor
-        handles = executor.place(engine_plans(config, scale))
-        self._group = TrainGroup(config.role, handles, timeout_s=scale.timeout_s)
-
-    def start(self) -> float:
-        """Build the engines of all ranks; returns the seconds of the slowest."""
-        return self._group.start()
+        plans = rank_plans(config.role, scale.engine_name, config, ranks=scale.ranks, room=scale)
+        super().__init__(config.role, executor.place(plans), timeout_s=scale.timeout_s)
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine. Every rank needs a unit: a batch with fewer is scored with some of its units twice."""
-        if batch.units >= self._group.ranks:
-            return self._group.score(batch, outputs)
-        repeated = batch.select_units([place % batch.units for place in range(self._group.ranks)])
-        found = self._group.score(repeated, outputs)
+        if batch.units >= self.ranks:
+            return super().score(batch, outputs)
+        repeated = batch.select_units([place % batch.units for place in range(self.ranks)])
+        found = super().score(repeated, outputs)
         values = {item.name: getattr(found, item.name) for item in fields(ModelOutputs)}
         return ModelOutputs(
             **{
@@ -173,37 +150,13 @@ class PlacedEngine:
             }
         )
 
-    def step(self, batch: Batch, loss: Loss) -> StepReport:
-        """See TrainEngine."""
-        return self._group.step(batch, loss)
-
     def weights(self) -> WeightSource:
         """Not here: the weights are spread over the workers, and travel by their own links."""
         raise CapabilityError("the weights of placed ranks cannot be read in this process; use export")
 
-    def offload(self) -> None:
-        """See TrainEngine."""
-        self._group.offload()
-
-    def reload(self) -> None:
-        """See TrainEngine."""
-        self._group.reload()
-
-    def save(self, path: Path) -> None:
-        """See TrainEngine."""
-        self._group.save(path)
-
-    def load(self, path: Path) -> None:
-        """See TrainEngine."""
-        self._group.load(path)
-
-    def export(self, path: Path) -> None:
-        """See TrainEngine."""
-        self._group.export(path)
-
     def close(self) -> None:
         """See TrainEngine; ends the workers and gives their room back."""
         if self._executor is not None:
-            self._group.close()
+            super().close()
             self._executor.close()
             self._executor = None
