@@ -1,14 +1,27 @@
-"""Two tensor-parallel workers: both receive full weights, both answer after a failed sync, neither is trusted."""
+"""Two tensor-parallel workers: both receive full weights, both answer after a failed sync, neither is trusted.
+
+The last test kills one of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core import GenerationRequest, RolloutConfig, SamplingConfig, StaleWeightsError, WeightSyncError
+from rlhf_core import (
+    EngineDiedError,
+    GenerationRequest,
+    RolloutConfig,
+    SamplingConfig,
+    StaleWeightsError,
+    WeightSyncError,
+)
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, broken_sync, sync
 from rlhf_rollout.vllm_backend import VLLMBackend
@@ -58,3 +71,30 @@ def test_sharded_workers_sync_fail_and_sync_again(backend: VLLMBackend, model_pa
     asyncio.run(sync(backend, trainer))
     assert gap(backend, trainer) < 1e-4
     assert backend.weight_version == 2
+
+
+def test_a_killed_worker_ends_every_call_with_the_cause(backend: VLLMBackend) -> None:
+    """Generation in mid-flight, and each later call, name the worker that is gone; closing works."""
+    workers = asyncio.run(backend._call(lambda engine: [w.proc for w in engine.model_executor.workers]))
+    long = replace(REQUEST, sampling=SamplingConfig(max_tokens=80, min_tokens=80))
+
+    async def die() -> list[object]:
+        async def on_and_on(index: int) -> None:
+            while True:
+                await backend.generate(replace(long, request_id=str(index)))
+
+        running = [asyncio.create_task(on_and_on(index)) for index in range(3)]
+        await asyncio.sleep(0.3)
+        os.kill(workers[1].pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), timeout=60)
+
+    for error in asyncio.run(die()):
+        assert isinstance(error, EngineDiedError)
+        assert "worker process VllmWorker-1 was killed by signal 9 (SIGKILL)" in str(error)
+    for call in (backend.generate(REQUEST), backend.pause(), backend.resume()):
+        with pytest.raises(EngineDiedError, match="VllmWorker-1"):
+            asyncio.run(call)
+    backend.close()
+    for worker in workers:
+        worker.join(20)
+        assert not worker.is_alive()

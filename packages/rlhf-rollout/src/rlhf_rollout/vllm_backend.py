@@ -30,7 +30,8 @@ from rlhf_rollout.vllm_engine import build_engine, shut_down_engine, steps_in_fl
 from rlhf_rollout.vllm_loop import EngineLoop
 from rlhf_rollout.vllm_options import engine_arguments, prepare_process, process_environment, worker_count
 from rlhf_rollout.vllm_requests import generation_result, sampling_params
-from rlhf_rollout.vllm_sync import EngineWeights, on_workers
+from rlhf_rollout.vllm_sync import EngineWeights
+from rlhf_rollout.vllm_workers import WorkerWatch, on_workers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -60,13 +61,16 @@ class VLLMBackend:
         self._capabilities = _capabilities(config, arguments)
         self._weights = EngineWeights(adapters=self._capabilities.adapters)
         self._lora_request = _policy_adapter() if self._capabilities.adapters else None
+        watch = WorkerWatch()
         from vllm.exceptions import VLLMClientError
 
         self._loop = EngineLoop(
-            lambda: self._start(arguments),
+            # Bound to nothing of this object, which is to be collected while the thread still runs.
+            lambda: _start(arguments, watch),
             shut_down_engine,
             refusals=(VLLMClientError, ValueError, TypeError),
             drain=steps_in_flight,
+            cause=watch.cause,
         )
         self._close = weakref.finalize(self, self._loop.stop)
 
@@ -136,15 +140,6 @@ class VLLMBackend:
     async def _call(self, run: Any) -> Any:
         return await asyncio.wrap_future(self._loop.call(run))
 
-    def _start(self, arguments: dict[str, Any]) -> LLMEngine:
-        engine = build_engine(arguments)
-        if self._capabilities.adapters:
-            failure = on_workers(engine, "rlhf_empty_adapter", timeout_s=_START_S)
-            if failure is not None:
-                shut_down_engine(engine)
-                raise EngineDiedError(f"the vLLM engine did not start: {failure[0]}: {failure[1]}")
-        return engine
-
     def _resume(self, engine: LLMEngine) -> None:
         self._weights.check_present(engine, self._loop)
         self._loop.release(engine)
@@ -156,6 +151,17 @@ class VLLMBackend:
             self._weights.drop()
 
 
+def _start(arguments: dict[str, Any], watch: WorkerWatch) -> LLMEngine:
+    engine = build_engine(arguments)
+    watch.begin(engine)
+    if arguments.get("enable_lora"):
+        failure = on_workers(engine, "rlhf_empty_adapter", timeout_s=_START_S)
+        if failure is not None:
+            shut_down_engine(engine)
+            raise EngineDiedError(f"the vLLM engine did not start: {failure[0]}: {failure[1]}")
+    return engine
+
+
 def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCapabilities:
     return BackendCapabilities(
         transports=frozenset(
@@ -163,7 +169,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
             | ({"local"} if worker_count(config) == 1 else set())
             | ({"nccl", "ipc"} if config.device == "cuda" else set())
         ),
-        partial_sync="tensors",
+        partial_sync="values",
         receivers=worker_count(config),
         stop_strings=not arguments["skip_tokenizer_init"],
         adapters=bool(arguments.get("enable_lora")),

@@ -37,6 +37,7 @@ class EngineLoop:
         shut_down: releases the engine, on the thread, at the very end.
         refusals: exceptions by which the engine rejects one request and stays healthy.
         drain: the outputs of steps that the engine has begun and not finished; none if its steps do not overlap.
+        cause: what is known of an engine's death beside its exception, to be put before that; asked once it failed.
 
     Raises:
         EngineDiedError: by every method, once the engine has failed or `stop` was called.
@@ -49,18 +50,21 @@ class EngineLoop:
         *,
         refusals: tuple[type[Exception], ...] = (ValueError, TypeError),
         drain: Callable[[LLMEngine], Iterable[Sequence[Any]]] = lambda engine: (),
+        cause: Callable[[], str] = lambda: "",
     ) -> None:
         self._refusals = refusals
         self._drain = drain
+        self._cause = cause
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: str | None = None
         self._stopping = False
-        # The four below belong to the thread.
+        # Those below belong to the thread.
         self._ids = itertools.count()
         self._pending: dict[str, Future[RequestOutput]] = {}
         self._held = False
         self._refusal: Exception | None = None
+        self._fatal: _Command | None = None
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._main, args=(build, shut_down, ready), name="vllm-engine", daemon=True
@@ -151,7 +155,7 @@ class EngineLoop:
                     self._deliver(engine.step())
             self._end("the vLLM engine was closed")
         except BaseException as error:
-            self._end(f"the vLLM engine died: {_lost_worker(engine)}{type(error).__name__}: {error}", error)
+            self._end(f"the vLLM engine died: {self._cause()}{type(error).__name__}: {error}", error)
         finally:
             # What fails here has a first cause that was reported above, or is of no interest after a close.
             with contextlib.suppress(Exception):
@@ -171,7 +175,7 @@ class EngineLoop:
         try:
             result = command.run(engine)
         except EngineDiedError as error:
-            command.done.set_exception(error)
+            self._fatal = command
             raise error.__cause__ or error from None
         except Exception as error:
             command.done.set_exception(error)
@@ -224,7 +228,7 @@ class EngineLoop:
         """Refuse everything from now on, and fail what waits."""
         with self._lock:
             self._ended = reason
-        waiting = [*self._pending.values()]
+        waiting = [*self._pending.values(), *([self._fatal.done] if self._fatal else [])]
         self._pending.clear()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -234,12 +238,6 @@ class EngineLoop:
             error = EngineDiedError(reason)
             error.__cause__ = cause
             self._resolve(done, error=error)
-
-
-def _lost_worker(engine: LLMEngine) -> str:
-    """vLLM itself only says that a call was cancelled."""
-    failed = getattr(getattr(engine, "model_executor", None), "is_failed", False)
-    return "one of its worker processes ended unexpectedly; then: " if failed else ""
 
 
 class _Collector:

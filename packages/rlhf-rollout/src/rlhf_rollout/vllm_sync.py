@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_core import (
     CapabilityError,
     DeadlineExceeded,
-    EngineDiedError,
     Link,
     StaleWeightsError,
     WeightManifest,
@@ -16,6 +15,7 @@ from rlhf_core import (
 )
 
 from rlhf_rollout.vllm_loop import EngineLoop
+from rlhf_rollout.vllm_workers import on_workers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -133,17 +133,3 @@ class EngineWeights:
     def _refuse(self, engine: LLMEngine, loop: EngineLoop, problem: str) -> None:
         self._stale = True
         loop.refuse(engine, StaleWeightsError(f"{problem}; sampling goes on after the next complete sync"))
-
-
-def on_workers(engine: LLMEngine, method: str, *arguments: Any, timeout_s: float) -> tuple[str, str] | None:
-    """Call a method of the worker extension on all workers; the first failure, if any.
-
-    Raises:
-        EngineDiedError: a worker is gone or the call itself failed.
-    """
-    try:
-        answers = engine.collective_rpc(method, timeout=timeout_s, args=arguments)
-    except Exception as error:
-        # The workers report their failures as values, so it is the engine that is broken.
-        raise EngineDiedError(f"the vLLM engine died: {type(error).__name__}: {error}") from error
-    return next((answer for answer in answers if answer is not None), None)
