@@ -1,6 +1,8 @@
 """Lost engines: requests go elsewhere, replacements come up with the right weights, limits hold."""
 
 import asyncio
+import threading
+import time
 import types
 
 import pytest
@@ -24,6 +26,9 @@ class Engine:
         self.served = 0
         self.delay_s = 0.001
         self.dies_at = dies_at
+        self.version = 0
+        self.going = asyncio.Event()
+        self.going.set()
 
     async def start(self):
         return 0.0
@@ -36,8 +41,15 @@ class Engine:
         if self.dies_at is not None and self.served >= self.dies_at:
             raise EngineDiedError("out of memory")
         await asyncio.sleep(self.delay_s)
-        sample = Sample(token_ids=(1,), log_probs=(-1.0,), weight_versions=(0,), finish_reason="stop")
+        await self.going.wait()
+        sample = Sample(token_ids=(1,), log_probs=(-1.0,), weight_versions=(self.version,), finish_reason="stop")
         return GenerationResult(request_id=request.request_id, samples=(sample,) * request.n)
+
+    async def pause(self, mode):
+        self.going.clear()
+
+    async def resume(self):
+        self.going.set()
 
     def close(self):
         pass
@@ -47,12 +59,13 @@ class Executor:
     """Restarts healthy engines, or ones that die at once."""
 
     def __init__(self, dies_at=None):
-        self.restarted = []
+        self.restarted, self.engines = [], []
         self.dies_at = dies_at
 
     def restart(self, name):
         self.restarted.append(name)
-        return LocalHandle(name, lambda: Engine(self.dies_at))
+        self.engines.append(Engine(self.dies_at))
+        return LocalHandle(name, lambda engine=self.engines[-1]: engine)
 
 
 @pytest.fixture
@@ -126,3 +139,70 @@ def test_an_engine_that_keeps_dying_ends_the_run_with_the_reason(make_pool):
     with pytest.raises(EngineDiedError, match=r"after 2 replacements.*out of memory"):
         run_all(pool)
     assert executor.restarted == ["rollout-0", "rollout-0"]
+
+
+def test_a_replacement_waits_while_the_trainer_is_busy(make_pool):
+    executor = Executor()
+    pool, replacement, _ = make_pool(Engine(dies_at=1), executor=executor)
+    with replacement.held_off():
+        requests = threading.Thread(target=run_all, args=(pool, 3))
+        requests.start()
+        while not pool.lost:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert executor.restarted == []
+    requests.join()
+    assert executor.restarted == ["rollout-0"]
+
+
+def syncing(pool, executor):
+    """A weight sync that finds the engines dead at its first call."""
+    calls = []
+
+    def sync(version):
+        calls.append(version)
+        if pool.live and len(calls) == 1 and not executor.engines:
+            pool.drop(0, "power cut")
+            raise EngineDiedError("no rollout engine is left to take weights: power cut")
+        for engine in executor.engines:
+            assert not engine.going.is_set()  # nothing is sampled with the weights that it started with
+            engine.version = version
+        return calls
+
+    return sync
+
+
+def test_a_sync_that_finds_the_last_engine_dead_goes_to_its_replacement(make_pool):
+    executor = Executor()
+    pool, replacement, _ = make_pool(Engine(dies_at=1), executor=executor)
+    replacement._sync = syncing(pool, executor)
+    results = []
+    with replacement.held_off():
+        requests = threading.Thread(target=lambda: results.extend(run_all(pool, 3)))
+        requests.start()
+        while not pool.lost:
+            time.sleep(0.001)
+        assert replacement.sync(5) == [5]
+    requests.join()
+    assert {sample.weight_versions for result in results for sample in result.samples} == {(5,)}
+    assert executor.restarted == ["rollout-0"]
+
+
+def test_an_engine_that_dies_amid_the_sync_is_replaced_within_it(make_pool):
+    executor = Executor()
+    pool, replacement, _ = make_pool(Engine(), executor=executor)
+    replacement._sync = syncing(pool, executor)
+    assert replacement.sync(5) == [5, 5]
+    assert pool.live == [0]
+
+
+def test_a_dead_engine_is_left_out_of_a_pause(make_pool):
+    class Gone(Engine):
+        async def pause(self, mode):
+            raise EngineDiedError("gone")
+
+    pool, _, _ = make_pool(Engine(), Gone(), executor=Executor())
+    pool.pause()
+    assert pool.live == [0]
+    pool.resume()
+    assert len(run_all(pool)) == 20

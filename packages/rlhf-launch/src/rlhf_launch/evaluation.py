@@ -80,8 +80,6 @@ def evaluate(run: OnlineRun) -> list[Evaluation]:
             top_p=section.top_p,
             max_tokens=section.max_tokens or sampling.max_tokens,
         )
-        groups, _ = sample_and_score(
-            run, held_out.prompts, sampling, label=f"eval/{name}", samples=section.samples
-        )
+        groups, _ = sample_and_score(run, held_out.prompts, sampling, label=f"eval/{name}", samples=section.samples)
         found.append(Evaluation(name=name, step=run.state.step, groups=groups, pass_score=section.pass_score))
     return found

@@ -35,8 +35,8 @@ class LedgerLimits:
     max_in_flight: int = 0
     """Prompts being generated or scored at the same time; 0 for as many as the staleness allows."""
     max_misses: int = 0
-    """Prompts without use (filtered, or without a score) that are replaced for one step; with more of them it trains
-    on what it has. 0 means B."""
+    """Prompts without use (filtered, or without a score) that are replaced for one step; with more of them it
+    trains on what it has. 0 means B."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,11 +71,9 @@ def train(run: OnlineRun) -> None:
                 sync = roles.replacement.sync(step + 1)
             run.producer.go_on(step + 1)
         run.state.step = step + 1
-        idle = {"seconds/engines_idle": roles.pool.idle.take()}
-        run.reporter.step(
-            step + 1,
-            metrics | collected.counts | clock.metrics(batch) | idle | {"weight_version": sync.version},
-        )
+        timing = clock.metrics(batch, overlapping=config.rollout.overlap is not None)
+        timing["seconds/engines_idle"] = roles.pool.idle.take()
+        run.reporter.step(step + 1, metrics | collected.counts | timing | {"weight_version": sync.version})
         last = step + 1 == config.steps
         if last or _due(step + 1, config.eval_every):
             report_evaluations(run)

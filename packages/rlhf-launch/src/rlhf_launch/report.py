@@ -35,13 +35,18 @@ class PhaseClock:
         for phase, spent in seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
-    def metrics(self, batch: Batch) -> dict[str, float]:
-        """Seconds per phase and step; tokens per second: sampled ones of generation, all of training."""
+    def metrics(self, batch: Batch, *, overlapping: bool = False) -> dict[str, float]:
+        """Seconds per phase and step; tokens per second: sampled ones of generation, all of training.
+
+        Where generation overlaps the other phases, its tokens are those of the whole step, and its seconds those
+        that the trainer waited.
+        """
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
         metrics["seconds/step"] = time.perf_counter() - self._begin
         sampled, trained = int(batch.response_mask.sum()), batch.tokens
         for phase, tokens in (("rollout", sampled), ("score", trained), ("train", trained)):
-            if seconds := self.seconds.get(phase):
+            whole_step = phase == "rollout" and overlapping
+            if seconds := metrics["seconds/step"] if whole_step else self.seconds.get(phase):
                 metrics[f"tokens_per_second/{phase}"] = tokens / seconds
         return metrics
 

@@ -1,0 +1,152 @@
+"""What it gains to overlap generation and training: the same number of steps in three modes, measured in one run.
+
+    python benchmarks/async_overlap.py                  # three to five minutes on two cores
+    python benchmarks/async_overlap.py --steps 8 --rounds 1
+
+GRPO on a small random model whose responses have a long tail of lengths, by the real stack: Ray places a
+DeepSpeed rank for the policy and a vLLM engine, weights travel by the run's own link. The modes share the workers:
+
+- `alternate`: generation and training take turns (no `rollout.overlap`);
+- `partial`: more prompts than a step needs are under way; unfinished samples stand still while the policy is
+  trained, and go on under the new weights (`pause_while_training: true`);
+- `async`: generation goes on during training (`pause_while_training: false`).
+
+Wall time per step, without the first steps, which fill the pipeline. The table also says how long trainer and
+engines were idle, and how stale the samples were. `bound` is what perfect overlap of the two phases of `alternate`
+would give: their sum over the longer one. On two cores trainer and engine have one each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from rlhf_algos.config_files import from_mapping
+from rlhf_core.testing.tiny import save_tiny_model
+from rlhf_launch.assemble import open_run
+from rlhf_launch.checkpoints import CheckpointStore
+from rlhf_launch.config import RunConfig
+from rlhf_launch.online import OnlineRun, train
+from rlhf_launch.preflight import check_inputs
+from rlhf_launch.producer import open_producer
+from rlhf_launch.report import Reporter
+from rlhf_launch.rollout_config import Overlap
+
+FILL = 2
+"""Steps that are not counted."""
+
+MODES = {
+    "alternate": None,
+    "partial": {"max_staleness": 2, "pause_while_training": True},
+    "async": {"max_staleness": 2},
+}
+
+
+def share_of_digits(completions: list[str], **_: object) -> list[float]:
+    """A reward that costs nothing."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def configuration(folder: Path, *, prompts: int, samples: int) -> RunConfig:
+    """GRPO on random prompts. A few percent of the vocabulary end a response, so lengths fall off geometrically."""
+    model = save_tiny_model(folder / "policy", hidden_size=256, layers=6)
+    rows = [{"prompt": f"{number:04d} plus {number * 7 % 1000:04d} equals "} for number in range(512)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": {"policy": str(model)},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 32},
+        "reward": {"function": "async_overlap:share_of_digits"},
+        "rollout": {
+            "samples_per_prompt": samples,
+            "max_num_seqs": 256,
+            "sampling": {"max_tokens": 384, "min_tokens": 8, "stop_token_ids": list(range(100, 106))},
+        },
+        "train": {"prompts_per_step": prompts, "optimizer": {"learning_rate": 1e-5}},
+        "placement": {"executor": "ray", "device": "cpu"},
+        "output_dir": str(folder / "run"),
+        "steps": 1,
+    }
+    return from_mapping(RunConfig, settings, source="benchmark")
+
+
+def measure(run: OnlineRun, mode: str, *, steps: int) -> dict[str, float]:
+    """Seconds per step and the means of what the steps report."""
+    overlap = None if MODES[mode] is None else Overlap(**MODES[mode])
+    version = run.roles.sync.version or 0
+    # As many further steps stand in for the run's continuation: without them there is less and less to overlap.
+    config = replace(run.config, rollout=replace(run.config.rollout, overlap=overlap), steps=version + steps + 99)
+    producer = open_producer(config, run.prompts, run.roles.pool, run.roles.rewarder)
+    producer.ledger.step = producer.ledger.version = run.state.step = version
+    part = replace(run, config=config, recipe=config.recipe, producer=producer)
+    before = len(rows_of(run))
+    train(replace(part, config=replace(config, steps=version + FILL + steps)))
+    producer.close()
+    run.roles.sync(version + FILL + steps)
+    found = rows_of(run)[before + FILL :]
+    wanted = ("step", "rollout", "reward", "score", "train", "sync", "engines_idle")
+    means = {name: sum(row[f"seconds/{name}"] for row in found) / len(found) for name in wanted}
+    return means | {
+        "staleness": sum(row["staleness/mean"] for row in found) / len(found),
+        "staleness_max": max(row["staleness/max"] for row in found),
+        "tokens": sum(row["response_length"] for row in found) / len(found),
+    }
+
+
+def rows_of(run: OnlineRun) -> list[dict[str, float]]:
+    lines = (run.reporter.directory / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "reward" in row]
+
+
+def print_table(best: dict[str, dict[str, float]]) -> None:
+    base = best["alternate"]
+    phases = base["rollout"] + base["reward"], base["score"] + base["train"] + base["sync"]
+    print(f"{'mode':<10} {'s/step':>7} {'gain':>6} {'trainer idle':>13} {'engine idle':>12} {'staleness':>15}")
+    for mode, found in best.items():
+        print(
+            f"{mode:<10} {found['step']:>7.2f} {base['step'] / found['step']:>5.2f}x "
+            f"{found['rollout'] + found['reward']:>11.2f} s {found['engines_idle']:>10.2f} s "
+            f"{found['staleness']:>6.2f}, max {found['staleness_max']:.0f}"
+        )
+    generation, training = phases
+    print(f"bound: {sum(phases) / max(phases):.2f}x (generation {generation:.2f} s, training {training:.2f} s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all modes; the fastest of each counts")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    best: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = configuration(folder, prompts=options.prompts, samples=options.samples)
+        store = CheckpointStore(folder / "checkpoints", keep=1)
+        with (
+            Reporter(folder / "run", steps=1, tensorboard=False) as reporter,
+            open_run(config, check_inputs(config), store, reporter) as run,
+        ):
+            for turn in range(options.rounds):
+                for mode in MODES:
+                    found = measure(run, mode, steps=options.steps)
+                    print(f"turn {turn} {mode}: {found['step']:.2f} s per step", flush=True)
+                    if mode not in best or found["step"] < best[mode]["step"]:
+                        best[mode] = found
+    print_table(best)
+    if options.json:
+        options.json.write_text(json.dumps(best, indent=1))
+
+
+if __name__ == "__main__":
+    main()
