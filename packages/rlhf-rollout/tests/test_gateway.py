@@ -18,7 +18,7 @@ from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
 from rlhf_rollout.gateway import Gateway, GatewayConfig
-from rlhf_rollout.gateway_answers import TextPieces, read_tagged_calls
+from rlhf_rollout.gateway_answers import TextPieces
 from rlhf_rollout.gateway_stream import joined, sample_in_slices
 from rlhf_rollout.transformers_backend import TransformersBackend
 
@@ -353,7 +353,3 @@ def test_text_pieces_end_at_whole_characters(tokenizer):
     pieces = TextPieces(lambda tokens: tokenizer.decode(tokens))
     assert [pieces.add([token]) for token in ids] == ["a", "", "ü", "", "", "€", "b"]
     assert pieces.finish("aü€b.") == "."
-
-
-def test_a_malformed_tool_call_stays_text():
-    assert read_tagged_calls("<tool_call>{oops}</tool_call>") == ("<tool_call>{oops}</tool_call>", [])

@@ -3,7 +3,7 @@
 import pytest
 from rlhf_core import LogProbMeaning, Sample
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.conversation_tokens import ConversationTokens
+from rlhf_rollout.chat_tokens import ChatTokens
 from rlhf_rollout.gateway_sessions import Session
 
 USER = {"role": "user", "content": "a"}
@@ -16,7 +16,7 @@ def say(text):
 
 @pytest.fixture
 def tokens():
-    return ConversationTokens(byte_tokenizer())
+    return ChatTokens(byte_tokenizer())
 
 
 @pytest.fixture

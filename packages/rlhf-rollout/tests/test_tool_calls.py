@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rlhf_core import ConfigError, ToolCall
 from rlhf_rollout import tool_call_parser
-from rlhf_rollout.tool_calls import bare_json, mistral_json, tagged_json, tagged_xml
+from rlhf_rollout.tool_calls import bare_json, mistral_json, split_calls, tagged_json, tagged_xml
 
 ADD = ToolCall(name="add", arguments={"a": 1, "b": [2]})
 
@@ -75,3 +75,30 @@ def test_by_name_or_path():
     assert tool_call_parser(None, "rlhf_rollout.tool_calls:bare_json") is bare_json
     with pytest.raises(ConfigError, match="write one of bare_json"):
         tool_call_parser(None, "hermes")
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "rest"),
+    [
+        (tagged_json, 'So <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call> now', "So  now"),
+        (mistral_json, 'So [TOOL_CALLS]add[ARGS]{"a": 1, "b": [2]}</s>', "So </s>"),
+        (mistral_json, 'So [TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2]}}]', "So "),
+        (bare_json, '{"name": "add", "parameters": {"a": 1, "b": [2]}}', ""),
+        (lambda text: [ADD], "mine", "mine"),
+    ],
+)
+def test_calls_are_taken_out_of_the_text(parse, text, rest):
+    assert split_calls(text, parse) == (rest, [ADD])
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (tagged_json, "<tool_call>{oops}</tool_call>"),
+        (bare_json, '{"name": 3}'),
+        (mistral_json, "[TOOL_CALLS]oops"),
+        (tagged_json, "no call"),
+    ],
+)
+def test_a_malformed_call_stays_text(parse, text):
+    assert split_calls(text, parse) == (text, [])

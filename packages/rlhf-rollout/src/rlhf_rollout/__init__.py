@@ -6,7 +6,8 @@ The backends are found by their entry points (`transformers`, `vllm`) and need t
 >>> backend = load_plugin(ROLLOUT_BACKENDS, "transformers")(config)      # doctest: +SKIP
 """
 
-from rlhf_rollout.agent_loop import AgentConfig, AgentLoop, AgentTask, SingleTurn
+from rlhf_rollout.agent_config import AgentConfig, AgentTask
+from rlhf_rollout.agent_loop import AgentLoop, SingleTurn
 from rlhf_rollout.code_reward import CodeReward, CodeRewardConfig
 from rlhf_rollout.endpoints import EndpointsConfig
 from rlhf_rollout.environment_calls import EnvironmentFailed, EnvironmentTooSlow

@@ -3,84 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlhf_core import (
-    ConfigError,
     Environment,
     Failed,
     GenerationRequest,
-    GenerationResult,
     Observation,
-    SamplingConfig,
     Trajectory,
     Turn,
 )
 
+from rlhf_rollout.agent_config import AgentConfig, AgentTask
 from rlhf_rollout.concurrency import gather_or_cancel
 from rlhf_rollout.environment_calls import EnvironmentFailed, EnvironmentTooSlow, call_environment, in_thread
 from rlhf_rollout.episode import Ending, Episode
 from rlhf_rollout.tool_calls import ToolCallParser
+from rlhf_rollout.turn_sampling import Generator, SharedFirstTurn, turn_seed
 from rlhf_rollout.turn_tokens import TurnTokens
 
 _log = logging.getLogger(__name__)
-
-
-class Generator(Protocol):
-    """What the loop needs of a rollout backend, or of a pool of them."""
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See RolloutBackend."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentConfig:
-    """Limits of an episode."""
-
-    sampling: SamplingConfig
-    """Of every turn; `max_tokens` is a turn's."""
-    max_turns: int = 8
-    max_tokens: int = 4096
-    """Tokens of an episode, prompt and environment included; at most the generator's `max_model_len`."""
-    step_timeout_s: float = 30.0
-    """Deadline of each `reset` and `step`."""
-    episode_timeout_s: float = 600.0
-    """Deadline of an episode, from its `reset`. A turn that is being sampled then is not kept."""
-    max_episodes: int = 1024
-    """Episodes at the same time."""
-    on_error: Literal["stop", "drop"] = "stop"
-    """What an environment that raises does: `stop` the run, or `drop` the sample by name. Being late is no error:
-    the episode ends there, truncated."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "step_timeout_s", "episode_timeout_s", "max_episodes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"agent: {name} must be positive, got {getattr(self, name)}")
-        if self.on_error not in ("stop", "drop"):
-            raise ConfigError(f"agent: on_error={self.on_error!r} is unknown; write stop or drop")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentTask:
-    """One row of data and the episodes that start from it."""
-
-    group_id: str
-    """Unique in the run; episode i is the sample `<group_id>/<i>`."""
-    prompt_token_ids: tuple[int, ...] = ()
-    """May be empty if the environment's `reset` says how the episode starts."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The row's columns, for the environment and for reward functions."""
-    images: tuple[Any, ...] = ()
-    """Images of the prompt."""
-    episodes: int = 1
-    seed: int | None = None
-    """The first turn of episode i is drawn with seed + i, later ones with seeds made from that."""
 
 
 class SingleTurn:
@@ -130,13 +76,13 @@ class AgentLoop:
         Raises:
             EnvironmentFailed: an environment raised, and `on_error` is stop.
         """
-        first = _SharedFirstTurn(self._generator, task)
+        first = SharedFirstTurn(self._generator, task)
         try:
             return await gather_or_cancel(self._episode(task, index, first) for index in range(task.episodes))
         finally:
             first.close()
 
-    async def _episode(self, task: AgentTask, index: int, first: _SharedFirstTurn) -> Trajectory | Failed:
+    async def _episode(self, task: AgentTask, index: int, first: SharedFirstTurn) -> Trajectory | Failed:
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.max_episodes))
         async with room:
             episode = Episode(sample_id=f"{task.group_id}/{index}")
@@ -157,7 +103,7 @@ class AgentLoop:
         return episode.trajectory(task.group_id, task.metadata, ending)
 
     async def _until_deadline(
-        self, environment: Environment, episode: Episode, task: AgentTask, first: _SharedFirstTurn
+        self, environment: Environment, episode: Episode, task: AgentTask, first: SharedFirstTurn
     ) -> Ending:
         try:
             async with asyncio.timeout(self._config.episode_timeout_s) as deadline:
@@ -173,7 +119,7 @@ class AgentLoop:
         return "deadline"
 
     async def _play(
-        self, environment: Environment, episode: Episode, task: AgentTask, first: _SharedFirstTurn
+        self, environment: Environment, episode: Episode, task: AgentTask, first: SharedFirstTurn
     ) -> Ending:
         config = self._config
         said = await call_environment(environment.reset, task.metadata, timeout_s=config.step_timeout_s)
@@ -199,7 +145,7 @@ class AgentLoop:
             episode.add_given(self._turns.reply(said, episode.token_ids[-1]), said.images)
 
     async def _sample_turn(
-        self, episode: Episode, task: AgentTask, room: int, shared: _SharedFirstTurn | None
+        self, episode: Episode, task: AgentTask, room: int, shared: SharedFirstTurn | None
     ) -> None:
         index = int(episode.sample_id.rpartition("/")[2])
         sampling = self._config.sampling
@@ -247,43 +193,3 @@ class AgentLoop:
                     await answer
         except Exception as error:
             _log.warning("an environment could not be closed: %s: %s", type(error).__name__, error)
-
-
-class _SharedFirstTurn:
-    """One request for the only turn of all episodes of a task: the prompt is computed once."""
-
-    def __init__(self, generator: Generator, task: AgentTask) -> None:
-        self._generator = generator
-        self._task = task
-        self._call: asyncio.Task[GenerationResult] | None = None
-
-    async def result(self, sampling: SamplingConfig) -> GenerationResult:
-        """The samples of all episodes; an episode that stops waiting leaves the others theirs."""
-        if self._call is None:
-            request = GenerationRequest(
-                request_id=self._task.group_id,
-                prompt_token_ids=self._task.prompt_token_ids,
-                sampling=sampling,
-                n=self._task.episodes,
-                seed=self._task.seed,
-                images=self._task.images,
-            )
-            self._call = asyncio.ensure_future(self._generator.generate(request))
-        return await asyncio.shield(self._call)
-
-    def close(self) -> None:
-        """Nobody waits any more."""
-        if self._call is not None:
-            self._call.cancel()
-
-
-def turn_seed(seed: int | None, episode: int, turn: int) -> int | None:
-    """Seed of a turn: that of a plain request for the first one, far from all others for the next.
-
-    >>> turn_seed(40, 2, 0), turn_seed(None, 2, 1), turn_seed(40, 2, 1) == turn_seed(40, 2, 1)
-    (42, None, True)
-    """
-    if seed is None or turn == 0:
-        return None if seed is None else seed + episode
-    digest = hashlib.blake2b(f"{seed + episode}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33

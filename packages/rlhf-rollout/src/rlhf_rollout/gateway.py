@@ -14,17 +14,15 @@ Needs the extra `gateway`.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import itertools
-import json
 import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from rlhf_core import (
@@ -34,60 +32,38 @@ from rlhf_core import (
     GenerationResult,
     RLHFError,
     Sample,
-    SamplingConfig,
     Trajectory,
-    UserError,
 )
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf_rollout.conversation_tokens import ConversationTokens, plain_message
-from rlhf_rollout.gateway_answers import Answer, ToolReader, read_tagged_calls
+from rlhf_rollout.chat_messages import plain_message
+from rlhf_rollout.chat_tokens import ChatTokens
+from rlhf_rollout.gateway_answers import Answer
+from rlhf_rollout.gateway_config import GatewayConfig
+from rlhf_rollout.gateway_http import (
+    error_body,
+    error_response,
+    read_body,
+    server_event,
+    status_of,
+    unless_gone,
+)
 from rlhf_rollout.gateway_requests import read_prompt, read_settings
 from rlhf_rollout.gateway_server import ServerThread
 from rlhf_rollout.gateway_sessions import Prompt, Session
-from rlhf_rollout.gateway_stream import Generator, Work, stream_chunks
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig:
-    """Settings of a gateway."""
-
-    model: str
-    """Name under which clients ask for the model."""
-    max_model_len: int
-    """Prompt plus response tokens that the backend takes."""
-    sampling: SamplingConfig | None = None
-    """Settings for all requests: clients can only ask for shorter answers and further stops. None: as they ask."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Another one than loopback opens the model to the network: use it behind TLS."""
-    port: int = 0
-    """0 takes a free one."""
-    api_key: str | None = None
-    """What clients must send; None makes a random one."""
-    stream_tokens: int = 16
-    """Tokens that are sampled between two pieces of a stream; 0 sends the answer when it is complete. Requests with
-    several choices, a seed, stops or tools are always sampled in one piece."""
-    max_body_bytes: int = 32 << 20
-
-    def __post_init__(self) -> None:
-        if self.max_model_len < 2:
-            raise ConfigError(f"gateway: max_model_len must be at least 2, got {self.max_model_len}")
-        if self.stream_tokens < 0:
-            raise ConfigError(f"gateway: stream_tokens must be 0 (off) or positive, got {self.stream_tokens}")
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("gateway: api_key is empty; give a secret, or leave it out for a random one")
+from rlhf_rollout.gateway_stream import Work, stream_chunks
+from rlhf_rollout.tool_calls import ToolCallParser, tagged_json, tool_call_parser
+from rlhf_rollout.turn_sampling import Generator
 
 
 class Gateway:
     """Serves from `start`, or the beginning of a `with` block, to `close`, or its end.
 
-    `read_calls` takes tool calls out of an answer's text if the request offers tools; the default reads the tags of
-    Hermes and Qwen.
+    `parse_tool_calls` finds tool calls in an answer if the request offers tools; the default is the format that the
+    chat template teaches, or that of Hermes and Qwen where it teaches none.
     """
 
     def __init__(
@@ -96,13 +72,13 @@ class Gateway:
         tokenizer: Any,
         config: GatewayConfig,
         *,
-        read_calls: ToolReader = read_tagged_calls,
+        parse_tool_calls: ToolCallParser | None = None,
     ) -> None:
         self.api_key = config.api_key or secrets.token_urlsafe(32)
         self._backend = backend
-        self._tokens = ConversationTokens(tokenizer)
+        self._tokens = ChatTokens(tokenizer)
         self._config = config
-        self._read_calls = read_calls
+        self._parse = parse_tool_calls or tool_call_parser(tokenizer) or tagged_json
         self._sessions: dict[str, Session] = {}
         self._server: ServerThread | None = None
         self._numbers = itertools.count()
@@ -195,14 +171,14 @@ class Gateway:
         async def guarded(request: Request) -> Response:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.api_key.encode()):
-                return _error(401, "wrong or missing API key; send it as `Authorization: Bearer <key>`")
+                return error_response(401, "wrong or missing API key; send it as `Authorization: Bearer <key>`")
             session = request.path_params.get("session")
             if session is not None and session not in self._sessions:
-                return _error(404, f"there is no open session {session!r}")
+                return error_response(404, f"there is no open session {session!r}")
             try:
                 return await endpoint(request)
             except RLHFError as error:
-                return _error(400 if isinstance(error, UserError) else 503, str(error))
+                return error_response(status_of(error), str(error))
 
         return guarded
 
@@ -217,7 +193,7 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await read_body(request, most=self._config.max_body_bytes, model=self._config.model)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise DataError("`messages` must be a list with at least one message")
         messages = [plain_message(message) for message in body["messages"]]
@@ -239,7 +215,7 @@ class Gateway:
         return JSONResponse(work.answer.chat(result.samples, told))
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await read_body(request, most=self._config.max_body_bytes, model=self._config.model)
         work = self._work(body, read_prompt(body, self._tokens.tokenizer), kind="text_completion")
         if work.answer.asked.stream:
             return self._stream(work)
@@ -247,23 +223,6 @@ class Gateway:
         if result is None:
             return Response(status_code=499)
         return JSONResponse(work.answer.completion(result.samples))
-
-    async def _body(self, request: Request) -> Mapping[str, Any]:
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._config.max_body_bytes:
-                raise DataError(f"the request is larger than {self._config.max_body_bytes} bytes")
-            parts.append(part)
-        try:
-            body = json.loads(b"".join(parts))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"the request is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise DataError(f"the request must be a JSON object, got a {type(body).__name__}")
-        if body.get("model") != self._config.model:
-            raise DataError(f"there is no model {body.get('model')!r} here; this is {self._config.model!r}")
-        return body
 
     def _work(self, body: Mapping[str, Any], prompt: tuple[int, ...], *, kind: str) -> Work:
         config = self._config
@@ -288,7 +247,7 @@ class Gateway:
 
     def _record(self, work: Work, sample: Sample, result: GenerationResult) -> Mapping[str, Any]:
         """The answer as a message, kept in the session if there is one."""
-        message = work.answer.message(sample, self._read_calls if work.tools else None)
+        message = work.answer.message(sample, self._parse if work.tools else None)
         if work.session is not None and work.prompt is not None:
             messages = [*work.messages, plain_message(message)]
             work.session.record(work.prompt, sample, result.meaning, messages=messages, tools=work.tools)
@@ -304,36 +263,7 @@ class Gateway:
         try:
             tell = partial(self._record, work)
             async for chunk in stream_chunks(self._backend, work, tell, slice_tokens=self._config.stream_tokens):
-                yield _event(chunk)
+                yield server_event(chunk)
         except RLHFError as error:
-            yield _event({"error": _error_body(400 if isinstance(error, UserError) else 503, str(error))})
+            yield server_event({"error": error_body(status_of(error), str(error))})
         yield "data: [DONE]\n\n"
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None if the client goes away first, whereupon `work` is cancelled."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        leaving.cancel()
-        working.cancel()
-
-
-def _event(chunk: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse({"error": _error_body(status, message)}, status_code=status)
-
-
-def _error_body(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"message": message, "type": kind, "param": None, "code": status}

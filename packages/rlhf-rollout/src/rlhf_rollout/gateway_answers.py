@@ -6,41 +6,16 @@ Beyond the API's own fields a choice carries `token_ids` and `weight_versions`, 
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rlhf_core import Sample
+from rlhf_core import Sample, ToolCall
 
 from rlhf_rollout.gateway_requests import Asked
-
-ToolReader = Callable[[str], tuple[str, list[tuple[str, str]]]]
-"""Text of an answer -> the text without its tool calls, and (name, arguments as JSON) of each call."""
-
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-
-
-def read_tagged_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Tool calls as Hermes and Qwen write them; a malformed one stays text.
-
-    >>> read_tagged_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ('Let me see.', [('add', '{"a": 1}')])
-    """
-    calls: list[tuple[str, str]] = []
-
-    def take(match: re.Match[str]) -> str:
-        try:
-            call = json.loads(match[1])
-            calls.append((str(call["name"]), json.dumps(call.get("arguments", {}))))
-        except (json.JSONDecodeError, KeyError):
-            return match[0]
-        return ""
-
-    rest = _CALL.sub(take, text)
-    return (rest.strip() if calls else text), calls
+from rlhf_rollout.tool_calls import ToolCallParser, split_calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,21 +43,16 @@ class Answer:
             text = text[: min(places, default=len(text))]
         return text
 
-    def message(self, sample: Sample, read_calls: ToolReader | None) -> dict[str, Any]:
-        """The sample as an assistant's message."""
+    def message(self, sample: Sample, parse: ToolCallParser | None) -> dict[str, Any]:
+        """The sample as an assistant's message; its tool calls apart if there is a parser for them."""
         text = self.text(sample)
-        if read_calls is not None:
-            text, calls = read_calls(text)
+        if parse is not None:
+            # Some formats are told by special tokens.
+            rest, calls = split_calls(self.tokenizer.decode(list(sample.token_ids)), parse)
             if calls:
-                made = [
-                    {
-                        "id": f"call_{uuid.uuid4().hex}",
-                        "type": "function",
-                        "function": {"name": n, "arguments": a},
-                    }
-                    for n, a in calls
-                ]
-                return {"role": "assistant", "content": text or None, "tool_calls": made}
+                for special in self.tokenizer.all_special_tokens:
+                    rest = rest.replace(special, "")
+                return {"role": "assistant", "content": rest.strip() or None, "tool_calls": list(map(_told, calls))}
         return {"role": "assistant", "content": text}
 
     def chat(self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -204,6 +174,11 @@ class TextPieces:
     def _advance(self, text: str) -> str:
         piece, self._said = text[len(self._said) :], text
         return piece
+
+
+def _told(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _finish(sample: Sample, message: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from rlhf_core import LogProbMeaning, Sample, Trajectory
 
-from rlhf_rollout.conversation_tokens import ConversationTokens, Message, digests
+from rlhf_rollout.chat_messages import Message, digests
+from rlhf_rollout.chat_tokens import ChatTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,7 +70,7 @@ class Session:
     conversation was tokenised anew for them."""
     _known: dict[str, Turn] = field(default_factory=dict)
 
-    def prompt(self, tokens: ConversationTokens, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
+    def prompt(self, tokens: ChatTokens, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
         """The prompt for the next turn, on top of the longest recorded conversation that `messages` begin with."""
         hashes = digests(messages, tools)
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

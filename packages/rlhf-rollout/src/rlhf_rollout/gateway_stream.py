@@ -5,20 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_core import GenerationRequest, GenerationResult, Sample
 
 from rlhf_rollout.gateway_answers import Answer, TextPieces
 from rlhf_rollout.gateway_sessions import Prompt, Session
-
-
-class Generator(Protocol):
-    """What the gateway needs of a rollout backend, or of a pool of them."""
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See RolloutBackend."""
-        ...
+from rlhf_rollout.turn_sampling import Generator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

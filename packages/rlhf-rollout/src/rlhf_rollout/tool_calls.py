@@ -80,6 +80,36 @@ FORMATS: Mapping[str, ToolCallParser] = {
 }
 
 
+_SPANS: Mapping[ToolCallParser, re.Pattern[str]] = {
+    bare_json: re.compile(r".+", re.DOTALL),
+    mistral_json: re.compile(r"\[TOOL_CALLS\].*?(?=\[TOOL_CALLS\]|</s>|$)", re.DOTALL),
+    tagged_json: _TAGGED,
+    tagged_xml: _TAGGED,
+}
+
+
+def split_calls(text: str, parse: ToolCallParser) -> tuple[str, list[ToolCall]]:
+    """The text without its tool calls, and the calls; a malformed call stays text.
+
+    With a parser of your own the text stays whole.
+
+    >>> split_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', tagged_json)
+    ('Let me see. ', [ToolCall(name='add', arguments={'a': 1}, error='')])
+    """
+    if parse not in _SPANS:
+        return text, [call for call in parse(text) if not call.error]
+    found: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        calls = parse(match[0])
+        if not calls or any(call.error for call in calls):
+            return match[0]
+        found.extend(calls)
+        return ""
+
+    return _SPANS[parse].sub(take, text), found
+
+
 def tool_call_parser(tokenizer: Any, format: str | None = None) -> ToolCallParser | None:
     """The parser for a tokenizer's chat template; None where the template knows no tool calls.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from rlhf_core import ConfigError, DataError, Observation
 
-_SAMPLED = "(a turn that was sampled)"
+from rlhf_rollout.chat_tokens import ChatTokens
 
 
 class TurnTokens:
-    """Tokenises observations with a tokenizer and its chat template."""
+    """Tokenises observations with a tokenizer and, if they are messages, its chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -23,53 +24,35 @@ class TurnTokens:
             DataError: there is nothing at all, or the chat template refuses the messages.
         """
         if observation.messages:
-            tokens = self._tokenise(self._render(observation.messages, observation.tools))
+            tokens = list(self._chat.prompt(observation.messages, observation.tools))
         else:
-            tokens = [*prompt_token_ids, *observation.token_ids, *self._tokenise(observation.text)]
+            tokens = [*prompt_token_ids, *self._said(observation)]
         if not tokens:
             raise DataError("an episode starts with nothing: give the row a prompt, or say something in `reset`")
         return tokens
 
     def reply(self, observation: Observation, last_token_id: int) -> list[int]:
         """The tokens between a sampled turn that ended with `last_token_id` and the next one."""
-        if not observation.messages:
-            return [*observation.token_ids, *self._tokenise(observation.text)]
-        tokens = self._tokenise(self._following(observation.messages))
-        # The template closes the turn; mostly the policy has said that token itself.
-        return tokens[1:] if tokens and tokens[0] == last_token_id else tokens
+        if observation.messages:
+            return list(self._chat.reply(observation.messages, last_token_id=last_token_id))
+        return self._said(observation)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Text of a turn, with or without special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
-    def _following(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What the template writes between a turn's content and the next turn.
+    def _said(self, observation: Observation) -> list[int]:
+        """Tokens as they are, or those of plain text."""
+        if not observation.text:
+            return list(observation.token_ids)
+        return list(self.tokenizer(observation.text, add_special_tokens=False)["input_ids"])
 
-        The turn itself is a stand-in, because templates change what they are shown (they trim it, or drop its
-        reasoning once there is more), and the policy must go on from its own tokens.
-        """
-        stand_in = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
-        text = self._render([*stand_in, *messages], ())
-        _, found, following = text.rpartition(_SAMPLED)
-        if not found:
-            raise ConfigError(
-                "the chat template does not show an assistant's content as it is, so turns cannot be continued; "
-                "let the environment say `text` or `token_ids`"
-            )
-        return following
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                "an environment says chat messages, but the tokenizer has no chat template; use a chat model's "
-                "tokenizer, or let the environment say `text` or `token_ids`"
-            )
+    @cached_property
+    def _chat(self) -> ChatTokens:
+        """Only needed where an environment says messages."""
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # jinja2's errors, and what templates raise for roles they do not know
-            raise DataError(f"the chat template refuses messages: {type(error).__name__}: {error}") from error
-
-    def _tokenise(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+            return ChatTokens(self.tokenizer)
+        except ConfigError as error:
+            raise ConfigError(
+                f"an environment says chat messages, but {error}; or let it say `text` or `token_ids`"
+            ) from None

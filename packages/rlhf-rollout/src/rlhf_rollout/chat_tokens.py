@@ -1,0 +1,102 @@
+"""Chat messages to token ids, by the tokenizer's template; sampled turns are continued, never tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from rlhf_core import ConfigError, DataError
+
+from rlhf_rollout.chat_messages import Message, template_messages
+
+_SAMPLED = "(a turn that was sampled)"
+_STAND_IN: tuple[Message, ...] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})
+
+
+class ChatTokens:
+    """Renders messages with a chat template and tokenises either all of it or only what follows a sampled turn.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                "the tokenizer has no chat template, so messages cannot become tokens; use a chat model's tokenizer"
+            )
+        self.tokenizer = tokenizer
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
+        """Token ids of a whole conversation, ready for the assistant's next turn."""
+        return self.tokenise(self._render(messages, tools, generation=True))
+
+    def reply(self, messages: Sequence[Message], *, last_token_id: int | None) -> tuple[int, ...]:
+        """Token ids that lead from any sampled turn over new `messages` to the assistant's next turn.
+
+        The turn itself is a stand-in, because templates change what they are shown (they trim it, or drop its
+        reasoning once there is more), and the policy must go on from its own tokens.
+
+        Args:
+            messages: what was said since.
+            last_token_id: the turn's last token; the template's end of the turn is left out where it is that.
+        """
+        return self.tokenise(self._unsaid(self._behind_stand_in(messages, generation=True), last_token_id))
+
+    def continuation(
+        self, messages: Sequence[Message], tools: Sequence[Any], *, turn: int, last_token_id: int | None
+    ) -> tuple[int, ...] | None:
+        """Token ids that lead from a sampled turn, `messages[turn]`, to the assistant's next turn.
+
+        Args:
+            messages: the conversation; those after `turn` are new.
+            tools: tool definitions that the template shows.
+            turn: index of an assistant message whose tokens are known.
+            last_token_id: as in `reply`.
+
+        Returns None where the template writes the past differently once there is more (some drop old reasoning), or
+        ends this turn in a way of its own: then no continuation gives what the template would.
+        """
+        before = self._render(messages[:turn], tools, generation=True)
+        upto = self._render(messages[: turn + 1], tools)
+        whole = self._render(messages, tools, generation=True)
+        if not (upto.startswith(before) and whole.startswith(upto) and upto.endswith(self._turn_end)):
+            return None
+        return self.tokenise(self._unsaid(self._turn_end, last_token_id) + whole[len(upto) :])
+
+    def tokenise(self, text: str) -> tuple[int, ...]:
+        """Token ids of text, without special tokens around it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+    @cached_property
+    def _turn_end(self) -> str:
+        """What the template writes behind the content of an assistant's turn."""
+        return self._behind_stand_in((), generation=False)
+
+    def _behind_stand_in(self, messages: Sequence[Message], *, generation: bool) -> str:
+        text = self._render([*_STAND_IN, *messages], (), generation=generation)
+        _, found, following = text.rpartition(_SAMPLED)
+        if not found:
+            raise ConfigError(
+                "the chat template does not show an assistant's content as it is, so turns cannot be continued; "
+                "use another template, or an environment that says `text` or `token_ids`"
+            )
+        return following
+
+    def _unsaid(self, following: str, last_token_id: int | None) -> str:
+        """What follows a turn, without the end of the turn if the model has said that itself."""
+        said = self.tokenizer.decode([last_token_id]) if last_token_id is not None else ""
+        rest = following.lstrip()
+        return rest[len(said) :] if said.strip() and rest.startswith(said) else following
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, generation: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                template_messages(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        except Exception as error:  # jinja2's errors, and whatever a template raises on roles it does not know
+            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error

@@ -1,0 +1,37 @@
+"""Settings of a gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_core import ConfigError, SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayConfig:
+    """Settings of a gateway."""
+
+    model: str
+    """Name under which clients ask for the model."""
+    max_model_len: int
+    """Prompt plus response tokens that the backend takes."""
+    sampling: SamplingConfig | None = None
+    """Settings for all requests: clients can only ask for shorter answers and further stops. None: as they ask."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Another one than loopback opens the model to the network: use it behind TLS."""
+    port: int = 0
+    """0 takes a free one."""
+    api_key: str | None = None
+    """What clients must send; None makes a random one."""
+    stream_tokens: int = 16
+    """Tokens that are sampled between two pieces of a stream; 0 sends the answer when it is complete. Requests with
+    several choices, a seed, stops or tools are always sampled in one piece."""
+    max_body_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_model_len < 2:
+            raise ConfigError(f"gateway: max_model_len must be at least 2, got {self.max_model_len}")
+        if self.stream_tokens < 0:
+            raise ConfigError(f"gateway: stream_tokens must be 0 (off) or positive, got {self.stream_tokens}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("gateway: api_key is empty; give a secret, or leave it out for a random one")
