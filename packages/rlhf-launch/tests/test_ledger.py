@@ -1,5 +1,7 @@
 """The staleness bound and the accounts, for any order in which samples come back."""
 
+import dataclasses
+import datetime
 import json
 import random
 
@@ -197,3 +199,16 @@ def test_groups_that_tighter_limits_make_too_old_are_generated_again(tighter):
     for position in ledger.in_flight:
         ledger.finish(position, group(position))
     assert ledger.ready
+
+
+def test_groups_that_json_cannot_hold_are_generated_again():
+    limits = LedgerLimits(per_step=2, steps=9)
+    ledger = Ledger(limits)
+    start_all(ledger, 0)
+    (trajectory,) = group(0).trajectories
+    dated = dataclasses.replace(trajectory, metadata={"day": datetime.date(2026, 1, 2)})
+    ledger.finish(0, Group(trajectories=(dated,), scores=(Score(value=1.0),)))
+    ledger.finish(1, group(1))
+    ledger = resumed(ledger, limits)
+    assert ledger.in_flight == [0]
+    assert ledger.waiting == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -62,6 +63,15 @@ def group_from_plain(data: Mapping[str, Any]) -> Group:
         trajectories=tuple(_trajectory(item) for item in data["trajectories"]),
         scores=tuple(Score(**{**item, "rewards": tuple(item["rewards"])}) for item in data["scores"]),
     )
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _trajectory(data: Mapping[str, Any]) -> Trajectory:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_launch.groups import Group, group_from_plain, group_to_plain
+from rlhf_launch.groups import Group, group_from_plain, group_to_plain, is_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,15 +153,19 @@ class Ledger:
         return oldest[: self.limits.per_step]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds. The samples of prompts in flight are not kept: they are generated again."""
-        return {
-            "in_flight": self.in_flight,
-            "finished": [
-                {"position": f.position, "version": f.version, "group": group_to_plain(f.group)}
-                for f in self._finished
-            ],
-            "counts": dict(self.counts),
-        }
+        """What a checkpoint holds, as JSON can.
+
+        Samples of prompts in flight are not kept, nor those that JSON cannot hold (images, dates): all of these are
+        generated again.
+        """
+        kept, again = [], self.in_flight
+        for finished in self._finished:
+            plain = group_to_plain(finished.group)
+            if is_json(plain):
+                kept.append({"position": finished.position, "version": finished.version, "group": plain})
+            else:
+                again.append(finished.position)
+        return {"in_flight": again, "finished": kept, "counts": dict(self.counts)}
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue before `step`, with the engines at that version."""
