@@ -6,7 +6,7 @@ part of a layer travels together (`fused_group`).
 
 `values` keeps a copy of all weights in the sender's host memory. Of a tensor in which few values changed, only
 these travel, each with its index: with bfloat16 weights and the learning rates of RL most values round to what they
-were. For receivers that can read the value a weight has now.
+were. Receivers read the value that a weight has now, or keep a copy of all as well (`held_weights`).
 
 Either way the receivers must hold the very version that the changes start from; a sync that nobody confirmed makes
 the next one a full one.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -72,7 +73,8 @@ class DeltaSource:
         """See WeightSource: all weights."""
         self._base = None
         self._from_copies = False
-        return self._source.manifest(version, bucket_bytes=bucket_bytes)
+        manifest = self._source.manifest(version, bucket_bytes=bucket_bytes)
+        return replace(manifest, keep_base=self._mode == "values")
 
     def changes(self, version: int, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> WeightManifest:
         """What changed since the confirmed version; all weights if there is none. Gathers all of them once.
@@ -95,7 +97,7 @@ class DeltaSource:
             specs = {spec.name: spec for spec in full.tensors if fused_group(spec.name) in groups}
         self._from_copies = self._mode == "values"
         changed = tuple(specs[spec.name] for spec in full.tensors if spec.name in specs)
-        return WeightManifest(version=version, bucket_bytes=bucket_bytes, tensors=changed, base_version=base)
+        return replace(full, tensors=changed, base_version=base)
 
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
         """See WeightSource; of a manifest that `manifest` or `changes` gave last."""

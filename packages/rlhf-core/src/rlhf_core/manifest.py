@@ -118,9 +118,13 @@ class WeightManifest:
     """None: all weights. A number: what changed since that version; the rest stays as it is."""
     checksums: bool = False
     """Every bucket ends with a checksum that receivers compare."""
+    keep_base: bool = False
+    """Single values of these weights are to follow: a receiver that cannot read back what it holds keeps a copy in
+    host memory."""
     adapter: AdapterScale | None = None
-    """The tensors are those of an adapter, under the names of peft's files (`base_model.model.<layer>.lora_A.weight`,
-    `lora_B`), for the weights of `base_version`: 0 means those that the model was loaded with."""
+    """The tensors are those of an adapter, under the names of peft's files
+    (`base_model.model.<layer>.lora_A.weight`, `lora_B`), for the weights of `base_version`: 0 means those that the
+    model was loaded with."""
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
@@ -190,6 +194,7 @@ class WeightManifest:
             "tensors": [[t.name, list(t.shape), t.dtype, t.changed] for t in self.tensors],
             "base_version": self.base_version,
             "checksums": self.checksums,
+            "keep_base": self.keep_base,
             **({} if (scale := self.adapter) is None else {"adapter": [scale.rank, scale.alpha]}),
         }
 
@@ -205,6 +210,7 @@ class WeightManifest:
             ),
             base_version=data["base_version"],
             checksums=data["checksums"],
+            keep_base=data.get("keep_base", False),
             adapter=AdapterScale(rank=scale[0], alpha=scale[1]) if (scale := data.get("adapter")) else None,
         )
 

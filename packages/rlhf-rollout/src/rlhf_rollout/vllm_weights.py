@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core import Link, Receiver, WeightManifest, WeightSyncError, join, receive_weights
+from rlhf_core.held_weights import HeldWeights
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -51,6 +52,7 @@ class ManifestInfo(WeightTransferUpdateInfo):
     tensors: list[list[Any]]
     base_version: int | None
     checksums: bool
+    keep_base: bool
 
 
 class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
@@ -62,6 +64,8 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
     _receiver: Receiver | None = None
     _unfilled: dict[str, int] | None = None
     """Values that a full sync brings to layers with padding, which never reach their total."""
+    _held: HeldWeights | None = None
+    """The last weights as they came, where the sender wants to send single values."""
 
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
         """Join the link, in place of any earlier one."""
@@ -83,9 +87,12 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         if self._receiver is None:
             raise WeightSyncError("this engine is not connected to a weight link; call connect(link, rank) first")
         manifest = WeightManifest.from_dict(vars(update_info))
+        held, self._held = self._held, None  # after a failure nothing is held for certain
+        if not manifest.partial:
+            held = (held or HeldWeights()) if manifest.keep_base else None
         initialize_layerwise_reload(self.model)
         try:
-            receive_weights(manifest, self._receiver, self._load)
+            self._receive(manifest, self._receiver, held)
             self._check_coverage(manifest)
         except BaseException:
             _forget_received(self.model)
@@ -95,6 +102,17 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
         if self._tied and self.device.type == "cpu":
             _repack_head(self.model)
+        self._held = held
+
+    def _receive(self, manifest: WeightManifest, receiver: Receiver, held: HeldWeights | None) -> None:
+        if held is None:
+            receive_weights(manifest, receiver, self._load)
+        elif not manifest.partial:
+            receive_weights(manifest, receiver, lambda weights: self._load(held.passing(weights)))
+        else:
+            receive_weights(manifest, receiver, held.take, base=held.value)
+            model: Any = self.model
+            model.load_weights(held.with_partners(spec.name for spec in manifest.tensors))
 
     def finish_weight_update(self) -> None:
         """Nothing; see `start_weight_update`."""
