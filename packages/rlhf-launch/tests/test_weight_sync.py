@@ -18,9 +18,10 @@ from rlhf_core import (
 from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_launch.handles import LocalHandle
 from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.rollout_worker import RolloutWorker
 from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.train_worker import TrainWorker
 from rlhf_launch.weight_sync import SyncOptions, WeightSync
-from rlhf_launch.workers import RolloutWorker, TrainWorker
 from torch import nn
 
 PATIENCE_S = 3.0

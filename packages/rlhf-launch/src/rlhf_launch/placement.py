@@ -22,7 +22,8 @@ from rlhf_launch.components import Components, WorkerNeeds
 from rlhf_launch.config import RunConfig
 from rlhf_launch.handles import Handle, LocalHandle
 from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.workers import RolloutWorker, TrainWorker
+from rlhf_launch.rollout_worker import RolloutWorker
+from rlhf_launch.train_worker import TrainWorker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,34 +1,24 @@
-"""The two workers: one rank of a training engine, one rollout engine. Plain classes, Ray does not appear here."""
+"""The worker that is one rank of a training engine: a plain class, Ray does not appear here."""
 
 from __future__ import annotations
 
 import os
-import random
-import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from rlhf_core import (
-    ROLLOUT_BACKENDS,
     TRAIN_ENGINES,
-    BackendCapabilities,
     Batch,
     ConfigError,
     DeltaSource,
     EngineConfig,
-    GenerationRequest,
-    GenerationResult,
     Link,
     Loss,
     ModelOutputs,
-    RolloutBackend,
-    RolloutConfig,
     Sender,
     StepReport,
     TrainEngine,
@@ -41,15 +31,13 @@ from rlhf_core import (
 from rlhf_core.delta import DeltaMode
 from rlhf_core.shared_memory import shared_memory_id
 
-# Loading a Transformers model switches state of the whole process (default device and dtype): workers that share
-# a process load one after the other.
-_loading = threading.Lock()
+from rlhf_launch.worker_process import host_address, loading, seed_everything
 
 
 class TrainWorker:
     """One rank of a policy, critic, reference or reward engine.
 
-    `prepare` and `start` are two steps because ranks meet: rank 0 offers the address first, then all build
+    `address` and `start` are two steps because ranks meet: rank 0 offers the address first, then all build
     their engines at the same time.
     """
 
@@ -86,7 +74,7 @@ class TrainWorker:
                 TORCHELASTIC_USE_AGENT_STORE="True",
             )
         seed_everything(self._config.seed)
-        with _loading:
+        with loading:
             self._engine = load_plugin(TRAIN_ENGINES, self._engine_name)(self._config)
         return time.perf_counter() - begin
 
@@ -215,92 +203,3 @@ class TrainWorker:
             self._engine.close()
             self._engine = None
         self._store = None
-
-
-class RolloutWorker:
-    """One rollout engine. All methods are coroutines; many `generate` calls run at once."""
-
-    def __init__(self, backend: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        self._backend_name = backend
-        self._config = config
-        self._built: RolloutBackend | None = None
-
-    @property
-    def _backend(self) -> RolloutBackend:
-        """The backend, built when it is first needed."""
-        backend = self._built
-        if backend is None:
-            with _loading:
-                backend = self._built = load_plugin(ROLLOUT_BACKENDS, self._backend_name)(self._config)
-        return backend
-
-    async def start(self) -> float:
-        """Build the backend. Returns the seconds it took."""
-        begin = time.perf_counter()
-        _ = self._backend
-        return time.perf_counter() - begin
-
-    async def capabilities(self) -> BackendCapabilities:
-        """See RolloutBackend."""
-        return self._backend.capabilities
-
-    async def weight_version(self) -> int:
-        """See RolloutBackend."""
-        return self._backend.weight_version
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See RolloutBackend."""
-        return await self._backend.generate(request)
-
-    async def shared_memory(self) -> str | None:
-        """See shared_memory_id."""
-        return shared_memory_id()
-
-    async def connect(self, link: Link, rank: int) -> None:
-        """See RolloutBackend."""
-        await self._backend.connect(link, rank)
-
-    async def receive_weights(self, manifest: WeightManifest) -> float:
-        """See RolloutBackend. Returns the seconds it took."""
-        begin = time.perf_counter()
-        await self._backend.receive_weights(manifest)
-        return time.perf_counter() - begin
-
-    async def pause(self, mode: str) -> None:
-        """See RolloutBackend."""
-        await self._backend.pause(mode)  # type: ignore[arg-type]
-
-    async def resume(self) -> None:
-        """See RolloutBackend."""
-        await self._backend.resume()
-
-    async def sleep(self) -> None:
-        """See RolloutBackend."""
-        await self._backend.sleep()
-
-    async def wake(self) -> None:
-        """See RolloutBackend."""
-        await self._backend.wake()
-
-    async def close(self) -> None:
-        """See RolloutBackend."""
-        if self._built is not None:
-            self._built.close()
-
-
-def host_address() -> str:
-    """The address under which other hosts reach this one; loopback outside a cluster."""
-    if (address := os.environ.get("RLHF_HOST_ADDRESS")) is not None:
-        return address
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
