@@ -3,6 +3,7 @@
 Everything is started once; the tests run in order on the same workers.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,9 +16,12 @@ from rlhf_launch.assemble import open_run
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.collecting import sample_and_score
 from rlhf_launch.config import RunConfig
-from rlhf_launch.online import add_model_outputs, train
+from rlhf_launch.online import add_model_outputs, train, train_on
 from rlhf_launch.preflight import check_inputs
-from rlhf_launch.report import Reporter
+from rlhf_launch.producer import open_producer
+from rlhf_launch.report import PhaseClock, Reporter
+from rlhf_launch.rollout_config import Overlap
+from rlhf_launch.run_state import RunState
 
 pytestmark = pytest.mark.stack
 
@@ -28,24 +32,31 @@ def settings(folder, output_dir):
         "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
         "reward": {"model": str(folder / "reward"), "function": "launch_rewards:share_of_alphanumerics"},
         "algorithm": {"name": "ppo", "ppo": {"kl_coef": 0.05}},
-        "rollout": {"samples_per_prompt": 2, "sampling": {"max_tokens": 12}, "max_num_seqs": 32},
+        "rollout": {
+            "samples_per_prompt": 2,
+            "sampling": {"max_tokens": 12},
+            "max_num_seqs": 32,
+            "max_model_len": 64,
+        },
         "train": {
             "ranks": 2,
             "prompts_per_step": 6,
             "minibatches": 2,
             "optimizer": {"learning_rate": 1e-3},
             "critic_optimizer": {"learning_rate": 1e-3},
+            "options": {"average_decay": 0.9},
         },
         "placement": {"executor": "ray", "device": "cpu"},
         "output_dir": str(output_dir),
         "steps": 3,
         "checkpoint_every": 2,
+        "checkpoint_in_background": True,
     }
 
 
 def metric_rows(run):
     rows = map(json.loads, (run.reporter.directory / "metrics.jsonl").read_text().splitlines())
-    varying = ("seconds/", "tokens_per_second/", "mismatch")
+    varying = ("seconds/", "tokens_per_second/", "mismatch", "memory/")
     return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
 
 
@@ -77,7 +88,7 @@ def mismatch(run, label):
 
 
 def test_generator_and_trainer_agree_before_anything_is_trained(run):
-    assert run.roles.sync.transport == "gloo"
+    assert run.roles.sync.transport == "shm"
     assert run.roles.policy.ranks == run.roles.critic.ranks == 2
     assert mismatch(run, "start") < 1e-4
 
@@ -88,6 +99,10 @@ def test_the_loop_runs(run):
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     for name in ("reward", "reward/model", "reward/function", "kl", "entropy", "grad_norm", "critic/grad_norm"):
         assert all(math.isfinite(row[name]) for row in rows), name
+    raw = json.loads((run.reporter.directory / "metrics.jsonl").read_text().splitlines()[0])
+    assert all(
+        raw[f"memory/{role}/{what}"] > 0 for role in ("policy", "critic") for what in ("optimizer", "peak_step")
+    )
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-5)
     assert abs(rows[2]["kl"]) > 1e-3
 
@@ -143,6 +158,9 @@ def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):
     with torch.no_grad():
         exported = model_outputs(model, batch, ("log_probs",)).log_probs
     assert torch.allclose(exported, run.roles.policy.score(batch).log_probs, atol=1e-5)
+    run.roles.policy.export(tmp_path / "average", averaged=True)
+    average = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
+    assert any(not torch.allclose(weight, average[name]) for name, weight in model.state_dict().items())
 
 
 def test_a_killed_generator_is_replaced_and_no_sample_is_lost(run):
@@ -165,6 +183,76 @@ def test_a_killed_generator_is_replaced_and_no_sample_is_lost(run):
     assert {v for g in groups for t in g.trajectories for v in t.weight_versions} == {-1, version}
     assert mismatch(run, "replaced") < 1e-4
     assert run.roles.sync(version + 1).version == version + 1
+
+
+def overlapping(run, tmp_path, *, steps, **overlap):
+    """The same workers in another mode, going on from the version that they have."""
+    version = run.roles.sync.version
+    rollout = dataclasses.replace(
+        run.config.rollout,
+        samples_per_prompt=4,
+        sampling=dataclasses.replace(run.config.rollout.sampling, max_tokens=40),
+        overlap=Overlap(**overlap),
+    )
+    config = dataclasses.replace(run.config, rollout=rollout, steps=version + steps)
+    producer = open_producer(config, run.prompts, run.roles.pool, run.roles.rewarder)
+    producer.ledger.step = producer.ledger.version = version
+    state = RunState(CheckpointStore(tmp_path), step=version)
+    return dataclasses.replace(run, config=config, recipe=config.recipe, producer=producer, state=state), version
+
+
+def test_partial_rollouts_go_on_under_the_new_weights(run, tmp_path):
+    partial, version = overlapping(run, tmp_path, steps=4, max_staleness=3, pause_while_training=True)
+    spans, stale_gap, used = 0, 0.0, set()
+    with contextlib.closing(partial.producer) as producer:
+        for step in range(version, version + 4):
+            collected = producer.collect()
+            producer.hold()
+            assert collected.staleness(step)["staleness/max"] <= 3
+            fresh_gap, old_gap = gaps(run, collected.trajectories, step)
+            # A token under the new weights means what the trainer says of it, although older ones came before.
+            assert fresh_gap < 1e-4
+            stale_gap = max(stale_gap, old_gap)
+            spans += sum(len({v for v in t.weight_versions if v >= 0}) > 1 for t in collected.trajectories)
+            used |= {t.sample_id for t in collected.trajectories}
+            train_on(partial, collected, step, PhaseClock())
+            run.roles.sync(step + 1)
+            producer.go_on(step + 1)
+        assert producer.ledger.in_flight == []
+    assert spans > 0
+    assert stale_gap > 1e-3
+    assert len(used) == 4 * 6 * 4  # each prompt's samples once, none given up
+
+
+def gaps(run, trajectories, version):
+    """Largest difference between sampler and trainer, over tokens of this version and over older ones."""
+    batch = collate(trajectories)
+    gap = (run.roles.policy.score(batch).log_probs - batch["rollout_log_probs"]).abs()
+    versions = [torch.tensor(t.weight_versions) for t in trajectories]
+    padded = torch.nn.utils.rnn.pad_sequence(versions, batch_first=True, padding_value=-1)
+    of_version = {
+        "fresh": batch.response_mask & (padded == version),
+        "old": batch.response_mask & (padded < version),
+    }
+    return [float(gap.masked_fill(~mask, 0).max()) for mask in of_version.values()]
+
+
+def test_asynchronous_training_over_a_resume(run, tmp_path):
+    whole, version = overlapping(run, tmp_path, steps=4, max_staleness=2)
+    half = dataclasses.replace(whole, config=dataclasses.replace(whole.config, steps=version + 2))
+    with contextlib.closing(whole.producer) as producer:
+        train(half)
+        waiting = producer.state()["ledger"]
+        assert len(waiting["in_flight"]) + len(waiting["finished"]) > 0
+        whole.state.restore(whole)
+        train(whole)
+        counts = producer.ledger.counts
+        assert counts["dispatched"] == counts["consumed"] == 4 * 6
+        assert producer.ledger.in_flight == []
+    rows = [row for row in metric_rows(run) if row["weight_version"] > version][-4:]
+    assert [row["weight_version"] for row in rows] == [version + 1, version + 2, version + 3, version + 4]
+    assert all(row["staleness/max"] <= 2 and math.isfinite(row["grad_norm"]) for row in rows)
+    assert all(0 < row["off_policy_weight"] <= 2 for row in rows)
 
 
 def test_more_workers_than_the_cluster_has_are_refused(run, folder, tmp_path):
