@@ -2,11 +2,13 @@
 
 import json
 import math
+import types
 
 import pytest
 import torch
 from rlhf_core import ConfigError, RewardError
 from rlhf_launch.assemble import run_online
+from rlhf_launch.producer import open_producer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -200,6 +202,10 @@ def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
     assert [correction.mode for correction in own.recipe.off_policy] == ["mask"]
     assert make_config(settings, rollout__overlap={"off_policy_correction": False}).recipe.off_policy == ()
     assert make_config(settings).recipe.off_policy == ()
+    paused = make_config(settings, rollout__overlap={"pause_while_training": True})
+    unpausable = types.SimpleNamespace(pause_mode=None)
+    with pytest.raises(ConfigError, match="a rollout backend that can pause"):
+        open_producer(paused, None, unpausable, None)
 
 
 def test_the_best_checkpoint_outlives_newer_ones(settings, make_config):

@@ -26,13 +26,15 @@ TOKENIZER = types.SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in ro
 class Engine(ScriptedBackend):
     """A scripted backend as a worker, whose version is set by hand."""
 
+    pause_modes = frozenset({"keep", "abort"})
+
     async def start(self):
         return 0.0
 
     async def capabilities(self):
         from rlhf_core import BackendCapabilities
 
-        return BackendCapabilities(transports=frozenset({"local"}))
+        return BackendCapabilities(transports=frozenset({"local"}), pause_modes=self.pause_modes)
 
     def set_version(self, version):
         self._version = version
@@ -55,11 +57,14 @@ class Run:
     """A producer on one or more scripted engines; a step is `step()`."""
 
     def __init__(self, *, reward=None, script=None, engines=1, during="rest", filter_flat=False, **limits):
+        pause_modes = limits.pop("pause_modes", Engine.pause_modes)
         numbered = [
             Prompt(prompt_id=str(n), text=str(n), token_ids=(5, n), metadata={"number": n}) for n in range(100)
         ]
         script = script or (lambda request, index: (9,))
         self.engines = [Engine(script=script, token_delay_s=0.0005) for _ in range(engines)]
+        for engine in self.engines:
+            engine.pause_modes = pause_modes
         self.pool = RolloutPool(
             [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(self.engines)], timeout_s=20
         )
@@ -180,6 +185,25 @@ def test_partial_rollouts_continue_under_the_new_weights(start):
     assert versions == {0, 1}
     assert second.staleness(1) == {"staleness/mean": pytest.approx(1), "staleness/max": 1}
     assert sum(request.prompt_token_ids[1] == 1 for request in run.requests) == 1  # never started over
+
+
+def test_engines_that_can_only_abort_continue_from_the_tokens_they_had(start):
+    def countdown(request, index):
+        """The rest of a fixed text, whatever part of it the prompt has already."""
+        text = range(60 if request.prompt_token_ids[1] == 1 else 2)
+        return list(text)[len(request.prompt_token_ids) - 2 :]
+
+    run = start(during="pause", max_staleness=1, per_step=2, script=countdown, pause_modes=frozenset({"abort"}))
+    run.step()
+    (slow,) = (group for group in run.step().groups if numbers([group]) == [1])
+    for trajectory in slow.trajectories:
+        assert trajectory.response_token_ids == tuple(range(60))
+        assert not trajectory.truncated
+        assert {v for v in trajectory.weight_versions if v >= 0} == {0, 1}
+    continued = [request for request in run.requests if request.request_id.startswith("1+")]
+    assert len(continued) == 4
+    assert len({request.seed for request in run.requests}) == len(run.requests)
+    assert all(r.sampling.max_tokens == 64 - (len(r.prompt_token_ids) - 2) for r in continued)
 
 
 def test_engines_stand_still_while_training_only_where_that_is_wanted(start):

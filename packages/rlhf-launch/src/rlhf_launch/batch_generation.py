@@ -30,9 +30,10 @@ from rlhf_launch.generated_rows import GeneratedRows, make_row
 from rlhf_launch.placement import open_executor, reward_plans, rollout_plans
 from rlhf_launch.preflight import load_tokenizer
 from rlhf_launch.prompts import Prompt, make_prompts
+from rlhf_launch.request_seeds import request_seed
 from rlhf_launch.rewarding import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sampling_step import request_seed, trajectories_of
+from rlhf_launch.sampling_step import trajectories_of
 from rlhf_launch.train_group import TrainGroup
 
 

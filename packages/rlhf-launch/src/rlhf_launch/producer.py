@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import DeadlineExceeded, RewardError, Trajectory
+from rlhf_core import ConfigError, DeadlineExceeded, RewardError, Trajectory
 from rlhf_rollout.overlapped_scoring import score_as_finished
 
 from rlhf_launch.collecting import Collected
@@ -245,6 +245,11 @@ def open_producer(config: RunConfig, prompts: PromptStream, pool: RolloutPool, r
     )
     during: During = "rest"
     if overlap is not None:
+        if overlap.pause_while_training and pool.pause_mode is None:
+            raise ConfigError(
+                "rollout.overlap: pause_while_training=true needs a rollout backend that can pause; leave it out "
+                "to let generation go on"
+            )
         during = "pause" if overlap.pause_while_training else "run"
     return Producer(
         group_sampler(pool, rollout.sampling, rollout.agent, rewarder.tokenizer, seed=config.seed),

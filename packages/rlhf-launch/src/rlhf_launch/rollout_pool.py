@@ -19,6 +19,7 @@ from rlhf_core import (
     WeightManifest,
 )
 
+from rlhf_launch.continuing import generate_to_the_end
 from rlhf_launch.handles import Handle, call_all, gather
 from rlhf_launch.idle_time import IdleTime
 from rlhf_launch.least_loaded import LeastLoaded
@@ -92,7 +93,7 @@ class RolloutPool:
     def admit(self, engine: int, *, paused: bool = False) -> None:
         """Use an engine again; `paused` lets requests queue up there until `resume`."""
         if paused:
-            call = self._handles[engine].call("pause", "keep")
+            call = self._handles[engine].call("pause", self.pause_mode)
             gather([call], what=f"rollout engine {engine} to pause", timeout_s=self._timeout_s)
         if self._lost.pop(engine, None) is not None:
             self._loads.admit(engine)
@@ -129,7 +130,7 @@ class RolloutPool:
         )
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Run one request on the engine with the fewest samples under way.
+        """Run one request on the engine with the fewest samples under way, to its end.
 
         If the engine dies, the request starts again on another one; what the dead one had sampled of it is not
         used. Once none is left, the replacement (see `replace_with`) is waited for. A request that a failed weight
@@ -139,6 +140,9 @@ class RolloutPool:
             EngineDiedError: no engine is left and none can be had.
             StaleWeightsError: no sync succeeded within the pool's deadline.
         """
+        return await generate_to_the_end(self._generate, request)
+
+    async def _generate(self, request: GenerationRequest) -> GenerationResult:
         deadline = time.monotonic() + self._timeout_s
         while True:
             while not self.live:
@@ -193,9 +197,15 @@ class RolloutPool:
         """The version of each engine."""
         return self._all("weight_version", what="tell their weight version")
 
-    def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling on all engines. One that turns out to be dead is left out."""
-        self._each_live("pause", mode)
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """How all engines can pause: `keep` if they all can, else `abort`; None if some can do neither."""
+        common = frozenset.intersection(*(capabilities.pause_modes for capabilities in self._capabilities))
+        return "keep" if "keep" in common else ("abort" if "abort" in common else None)
+
+    def pause(self) -> None:
+        """Stop sampling on all engines; requests go on after `resume`. A dead engine is left out."""
+        self._each_live("pause", self.pause_mode)
         self.idle.hold(True)
 
     def resume(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -11,14 +10,9 @@ from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, Sam
 from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
 
 from rlhf_launch.prompts import Prompt
+from rlhf_launch.request_seeds import request_seed
 from rlhf_launch.rollout_config import AgentSection
 from rlhf_launch.rollout_pool import RolloutPool
-
-
-def request_seed(run_seed: int, label: str) -> int:
-    """A seed for one request. Distinct labels give seeds far apart, so sample i may be drawn with seed + i."""
-    digest = hashlib.blake2b(f"{run_seed}/{label}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33 << 8 & 0x7FFFFF00
 
 
 async def sample_group(
