@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,7 +38,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from rlhf_core import GenerationRequest, GenerationResult, RolloutConfig, Sample, SamplingConfig
 
-PROMPTS, GROUP, PROMPT_TOKENS, LONGEST = 16, 8, 64, 384
+PROMPTS, GROUP, PROMPT_TOKENS = 16, 8, 64
 Seconds = dict[str, float]
 
 
@@ -62,15 +63,15 @@ def make_model(directory: str, *, hidden: int, layers: int, vocab: int) -> str:
     return directory
 
 
-def unequal_lengths(count: int) -> list[int]:
-    """Log-normal lengths with a long tail; the longest is `LONGEST`."""
+def unequal_lengths(count: int, longest: int) -> list[int]:
+    """Log-normal lengths with a long tail: the median is a seventh of the longest."""
     draw = random.Random(0)
-    lengths = [min(LONGEST, max(8, int(draw.lognormvariate(4.0, 0.8)))) for _ in range(count)]
-    lengths[draw.randrange(count)] = LONGEST
+    lengths = [min(longest, max(8, int(longest / 7 * draw.lognormvariate(0.0, 0.8)))) for _ in range(count)]
+    lengths[draw.randrange(count)] = longest
     return lengths
 
 
-def make_requests(vocab: int) -> list[GenerationRequest]:
+def make_requests(vocab: int, longest: int) -> list[GenerationRequest]:
     """One request per sample, so that each has a length of its own; samples of a prompt are neighbours."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(5, vocab, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
@@ -81,7 +82,7 @@ def make_requests(vocab: int) -> list[GenerationRequest]:
             sampling=SamplingConfig(max_tokens=length),
             seed=index,
         )
-        for index, length in enumerate(unequal_lengths(PROMPTS * GROUP))
+        for index, length in enumerate(unequal_lengths(PROMPTS * GROUP, longest))
     ]
 
 
@@ -121,7 +122,9 @@ def run_backend(backend: Any, requests: Sequence[GenerationRequest]) -> list[Gen
 
 def run_bare_vllm(backend: Any, requests: Sequence[GenerationRequest]) -> None:
     """The same engine with the same sampling parameters, stepped by nothing but this loop, on its own thread."""
-    params = [backend._sampling_params(request) for request in requests]
+    from rlhf_rollout.vllm_requests import sampling_params
+
+    params = [sampling_params(request, backend._config, backend.capabilities) for request in requests]
 
     def run(engine: Any) -> int:
         for index, (request, param) in enumerate(zip(requests, params, strict=True)):
@@ -147,6 +150,7 @@ def make_trl_generation(model_path: str, requests: Sequence[GenerationRequest]) 
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     lengths = torch.tensor([request.sampling.max_tokens for request in requests])
+    longest = int(lengths.max())
     ids = torch.tensor([request.prompt_token_ids for request in requests])
 
     class AtLength(StoppingCriteria):
@@ -154,7 +158,7 @@ def make_trl_generation(model_path: str, requests: Sequence[GenerationRequest]) 
             return input_ids.shape[1] - ids.shape[1] >= lengths
 
     def run() -> None:
-        config = GenerationConfig(max_new_tokens=LONGEST, do_sample=True, top_k=0, pad_token_id=0)
+        config = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0)
         with torch.no_grad():
             out = model.generate(
                 input_ids=ids,
@@ -162,28 +166,36 @@ def make_trl_generation(model_path: str, requests: Sequence[GenerationRequest]) 
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([AtLength()]),
             )
-        assert out.shape[1] == ids.shape[1] + LONGEST
+        assert out.shape[1] == ids.shape[1] + longest
 
     return run
 
 
-def bench_engines(vllm: Any, model: str, requests: Sequence[GenerationRequest], repeats: int) -> dict[str, Any]:
+def rollout_config(model: str, requests: Sequence[GenerationRequest]) -> RolloutConfig:
+    """Every sample runs at the same time."""
+    longest = max(request.sampling.max_tokens for request in requests)
+    return RolloutConfig(model=model, max_model_len=PROMPT_TOKENS + longest + 64, max_num_seqs=len(requests))
+
+
+def bench_engines(
+    vllm: Any, model: str, requests: Sequence[GenerationRequest], options: argparse.Namespace
+) -> dict[str, Any]:
     from rlhf_rollout.transformers_backend import TransformersBackend
 
     seconds = in_turns(
         {"vllm backend": lambda: run_backend(vllm, requests), "bare vllm": lambda: run_bare_vllm(vllm, requests)},
-        repeats=2 * repeats,
+        repeats=2 * options.repeats,
     )
-    embedded = TransformersBackend(RolloutConfig(model=model, max_model_len=512, max_num_seqs=len(requests)))
-    others = {
-        "transformers backend": lambda: run_backend(embedded, requests),
-        "trl generation": make_trl_generation(model, requests),
-    }
+    embedded = TransformersBackend(rollout_config(model, requests))
+    others: dict[str, Callable[[], Any]] = {"transformers backend": lambda: run_backend(embedded, requests)}
+    if not options.no_trl:
+        others["trl generation"] = make_trl_generation(model, requests)
     for name, run in others.items():
-        seconds[name] = fastest([timed(run) for _ in range(max(1, repeats - 1))])
+        seconds[name] = fastest([timed(run) for _ in range(max(1, options.repeats - 1))])
     embedded.close()
     tokens = sum(request.sampling.max_tokens for request in requests)
-    print(f"{len(requests)} samples, {tokens} tokens, longest {LONGEST}, mean {tokens / len(requests):.0f}")
+    longest = max(request.sampling.max_tokens for request in requests)
+    print(f"{len(requests)} samples, {tokens} tokens, longest {longest}, mean {tokens / len(requests):.0f}")
     for name, second in seconds.items():
         print(
             f"  {name:22s} {second['wall']:7.2f} s wall {second['cpu']:7.2f} s CPU "
@@ -348,6 +360,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--longest", type=int, default=384, help="tokens of the longest response")
+    parser.add_argument("--no-trl", action="store_true", help="leave out the generation of TRL's kind, the slowest")
     parser.add_argument("--json", help="write all numbers here")
     options = parser.parse_args()
     numbers: dict[str, Any] = {}
@@ -360,19 +374,25 @@ def main() -> None:
             json.dump(numbers, file, indent=1)
 
 
+def millions(model: str) -> float:
+    """Millions of parameters in a directory's (float32) safetensors files."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 4e6
+
+
 def with_vllm(options: argparse.Namespace) -> dict[str, Any]:
     from rlhf_rollout.vllm_backend import VLLMBackend
 
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(directory, hidden=options.hidden, layers=options.layers, vocab=options.vocab)
-        config = RolloutConfig(model=model, max_model_len=512, max_num_seqs=PROMPTS * GROUP)
+        requests = make_requests(options.vocab, options.longest)
+        config = rollout_config(model, requests)
         os.environ.update(VLLMBackend.process_environment(config))
         torch.set_num_threads(1)
         backend = VLLMBackend(config)
-        requests = make_requests(options.vocab)
+        print(f"Qwen2 of width {options.hidden}, {options.layers} layers, {millions(model):.0f} M parameters")
         if "engines" in options.parts:
-            numbers["engines"] = bench_engines(backend, model, requests, options.repeats)
+            numbers["engines"] = bench_engines(backend, model, requests, options)
         if "rewards" in options.parts:
             numbers["rewards"] = bench_rewards(backend, requests, options.repeats)
         backend.close()

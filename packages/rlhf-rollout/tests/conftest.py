@@ -8,6 +8,8 @@ import pytest
 
 MODULES = str(Path(__file__).parent / "reward_modules")
 sys.path.insert(0, MODULES)
+# Modules beside the tests.
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

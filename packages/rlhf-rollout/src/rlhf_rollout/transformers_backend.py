@@ -1,19 +1,12 @@
 """Rollout by Transformers inside this process: the readable reference, for tests, debugging and small models.
 
-One worker thread owns the model. It samples a token for every running sample, and between two such steps it
-carries out what it was asked for: admit requests, pause, take new weights. So a pause never cuts through a step
-and no token comes from a mixture of weights. Sampling and caching are in `decoding`.
+One thread owns the model: see `decoding_loop`. Sampling and caching are in `decoding`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +14,6 @@ from rlhf_core import (
     BackendCapabilities,
     CapabilityError,
     ConfigError,
-    EngineDiedError,
     GenerationRequest,
     GenerationResult,
     Link,
@@ -39,19 +31,7 @@ from rlhf_core import (
 )
 
 from rlhf_rollout.decoding import Decoder, Draw
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ticket:
-    """A request with its samples and the future that its caller waits on."""
-
-    request: GenerationRequest
-    draws: tuple[Draw, ...]
-    future: Future[GenerationResult]
-
-    @property
-    def finished(self) -> bool:
-        return all(draw.finish_reason for draw in self.draws)
+from rlhf_rollout.decoding_loop import DecodingLoop
 
 
 class TransformersBackend:
@@ -79,20 +59,9 @@ class TransformersBackend:
         self._model = model.to(config.device).eval().requires_grad_(False)
         self._end_of_text = _end_of_text(model)
         self._decoder = Decoder(self._model, max_model_len=config.max_model_len)
+        self._loop = DecodingLoop(self._decoder, max_draws=config.max_num_seqs)
         self._seeds = torch.Generator().manual_seed(config.seed)
-        self._version = 0
         self._receiver: Receiver | None = None
-        # Shared with the worker, guarded by `_changed`:
-        self._changed = threading.Condition()
-        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._tickets: list[_Ticket] = []
-        self._waiting: deque[Draw] = deque()
-        self._paused = False
-        self._refusal: Exception | None = None
-        """Why requests are refused: stale weights, a dead worker, or closed."""
-        self._closed = False
-        self._worker = threading.Thread(target=self._work, name="transformers-rollout", daemon=True)
-        self._worker.start()
 
     # ------------------------------------------------------------ RolloutBackend
 
@@ -106,34 +75,25 @@ class TransformersBackend:
     @property
     def weight_version(self) -> int:
         """See RolloutBackend."""
-        return self._version
+        return self._loop.version
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See RolloutBackend."""
         self._check(request)
         stops = self._end_of_text | set(request.sampling.stop_token_ids)
-        with self._changed:
-            if self._refusal is not None:
-                raise self._refusal
-            draws = tuple(
-                Draw(request=request, generator=generator, stop_token_ids=stops)
-                for generator in self._generators(request)
-            )
-            ticket = _Ticket(request, draws, Future())
-            self._tickets.append(ticket)
-            self._waiting.extend(draws)
-            self._changed.notify_all()
-        return await asyncio.wrap_future(ticket.future)
+        draws = [
+            Draw(request=request, generator=generator, stop_token_ids=stops)
+            for generator in self._generators(request)
+        ]
+        return await asyncio.wrap_future(self._loop.add(request, draws))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See RolloutBackend."""
-        await self._between_steps(self._abort if mode == "abort" else self._halt)
+        await self._between_steps(self._loop.abort if mode == "abort" else self._loop.halt)
 
     async def resume(self) -> None:
         """See RolloutBackend."""
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
+        self._loop.resume()
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""
@@ -156,10 +116,7 @@ class TransformersBackend:
 
     def close(self) -> None:
         """See RolloutBackend. Requests still running end with EngineDiedError."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._worker.join()
+        self._loop.close()
         if self._receiver is not None:
             self._receiver.close()
 
@@ -194,131 +151,30 @@ class TransformersBackend:
         return [torch.Generator().manual_seed(seed + index) for index in range(request.n)]
 
     async def _between_steps(self, call: Callable[[], None]) -> None:
-        future: Future[None] = Future()
-        with self._changed:
-            if self._closed or not self._worker.is_alive():
-                raise self._refusal or EngineDiedError("the transformers backend is closed")
-            self._calls.append((call, future))
-            self._changed.notify_all()
-        await asyncio.wrap_future(future)
+        await asyncio.wrap_future(self._loop.between_steps(call))
 
-    # ------------------------------------------------------------ the worker's thread
-
-    def _work(self) -> None:
-        error: Exception = EngineDiedError("the transformers backend was closed")
-        try:
-            while self._turn():
-                pass
-        except BaseException as cause:
-            error = EngineDiedError(f"the transformers backend died: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-        with self._changed:
-            self._refuse(error)
-            for _, future in self._calls:
-                _settle(future, error)
-
-    def _turn(self) -> bool:
-        """Wait for work, then carry out the calls and one sampling step. False when closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._calls or self._can_sample())
-            if self._closed:
-                return False
-            calls = list(self._calls)
-            self._calls.clear()
-        for call, future in calls:
-            try:
-                call()
-                _settle(future, None)
-            except Exception as error:
-                _settle(future, error)
-        if self._can_sample():
-            self._drop_cancelled()
-            joining = self._admit()
-            if joining or self._decoder.draws:
-                self._decoder.step(joining, version=self._version)
-            self._deliver()
-        return True
-
-    def _can_sample(self) -> bool:
-        return not self._paused and bool(self._waiting or self._decoder.draws)
-
-    def _admit(self) -> list[Draw]:
-        with self._changed:
-            room = self._config.max_num_seqs - len(self._decoder.draws)
-            return [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-
-    def _drop_cancelled(self) -> None:
-        with self._changed:
-            gone = {id(d) for ticket in self._tickets if ticket.future.cancelled() for d in ticket.draws}
-            if gone:
-                self._tickets = [ticket for ticket in self._tickets if not ticket.future.cancelled()]
-                self._waiting = deque(draw for draw in self._waiting if id(draw) not in gone)
-                self._decoder.keep(draw for draw in self._decoder.draws if id(draw) not in gone)
-
-    def _deliver(self) -> None:
-        with self._changed:
-            finished = [ticket for ticket in self._tickets if ticket.finished]
-            self._tickets = [ticket for ticket in self._tickets if not ticket.finished]
-        for ticket in finished:
-            result = GenerationResult(
-                request_id=ticket.request.request_id,
-                samples=tuple(draw.sample() for draw in ticket.draws),
-                meaning=ticket.request.sampling.meaning,
-            )
-            _settle(ticket.future, result)
-
-    def _halt(self) -> None:
-        with self._changed:
-            self._paused = True
-
-    def _abort(self) -> None:
-        with self._changed:
-            self._paused = True
-            for draw in (draw for ticket in self._tickets for draw in ticket.draws):
-                draw.finish_reason = draw.finish_reason or "abort"
-            self._waiting.clear()
-        self._decoder.keep([])
-        self._deliver()
+    # ------------------------------------------------------------ the loop's thread
 
     def _take_weights(self, manifest: WeightManifest) -> None:
         try:
             if self._receiver is None:
                 raise WeightSyncError("receive_weights before connect: there is no weight link to receive from")
-            check_base(manifest, None if self._refusal else self._version)
+            check_base(manifest, None if self._loop.refuses else self._loop.version)
             check_coverage(manifest, self._model)
             receive_weights(
                 manifest, self._receiver, copy_into(self._model), base=lambda name: _weight(self._model, name)
             )
         except Exception as error:
-            with self._changed:
-                self._refuse(StaleWeightsError(f"the last weight sync failed; sync again before sampling: {error}"))
+            reason = f"the last weight sync failed; sync again before sampling: {error}"
+            self._loop.refuse(StaleWeightsError(reason))
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(
                 f"the transformers backend did not get version {manifest.version}: {error}"
             ) from error
         self._decoder.forget_states()
-        with self._changed:
-            self._version = manifest.version
-            self._refusal = None
-
-    def _refuse(self, error: Exception) -> None:
-        """End all requests with `error` and refuse new ones until it is cleared."""
-        self._refusal = error
-        for ticket in self._tickets:
-            _settle(ticket.future, error)
-        self._tickets.clear()
-        self._waiting.clear()
-        self._decoder.keep([])
-
-
-def _settle(future: Future[Any], outcome: object) -> None:
-    """Hand over a result or an error; a caller that has gone away (cancelled) no longer wants it."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+        self._loop.version = manifest.version
+        self._loop.accept()
 
 
 def _weight(model: Any, name: str) -> torch.Tensor:
