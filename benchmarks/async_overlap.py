@@ -44,8 +44,8 @@ FILL = 2
 
 MODES = {
     "alternate": None,
-    "partial": {"max_staleness": 2, "pause_while_training": True},
-    "async": {"max_staleness": 2},
+    "partial": {"max_staleness": 1, "pause_while_training": True},
+    "async": {"max_staleness": 1},
 }
 
 
@@ -90,8 +90,9 @@ def measure(run: OnlineRun, mode: str, *, steps: int) -> dict[str, float]:
     producer.close()
     run.roles.sync(version + FILL + steps)
     found = rows_of(run)[before + FILL :]
-    wanted = ("step", "rollout", "reward", "score", "train", "sync", "engines_idle")
+    wanted = ("step", "rollout", "reward", "score", "train", "sync")
     means = {name: sum(row[f"seconds/{name}"] for row in found) / len(found) for name in wanted}
+    means["engines_idle"] = sum(row["idle_seconds/engines"] for row in found) / len(found)
     return means | {
         "staleness": sum(row["staleness/mean"] for row in found) / len(found),
         "staleness_max": max(row["staleness/max"] for row in found),

@@ -11,7 +11,8 @@ import yaml
 pytestmark = pytest.mark.stack
 
 
-def test_deepspeed_and_vllm_share_a_process(settings, tmp_path):
+def test_deepspeed_and_vllm_share_a_process(settings, folder, tmp_path):
+    settings["reward"]["model"] = str(folder / "reward")  # scores while the policy is trained
     settings["rollout"] |= {"backend": "vllm", "overlap": {"max_staleness": 1}}
     settings["train"] |= {"engine": "deepspeed"}
     settings |= {"steps": 4, "checkpoint_in_background": True, "checkpoint_every": 2, "tensorboard": False}

@@ -20,7 +20,7 @@ def read_rows(run):
 def without_times(rows):
     """Without what differs from run to run: seconds, and the last bits of the generator's log-probs, which depend
     on the requests that happened to share a batch."""
-    varying = ("seconds/", "tokens_per_second/", "mismatch")
+    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch")
     return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
 
 
@@ -139,6 +139,20 @@ def test_episodes_in_an_environment(settings, make_config):
     assert all(row["reward"] > 0 and row["grad_norm"] > 0 for row in rows)
 
 
+def test_episodes_overlap_training(settings, make_config, folder):
+    config = make_config(
+        settings,
+        reward={"model": str(folder / "reward")},
+        rollout__agent={"environment": "launch_rewards:CountToThree", "max_tokens": 120},
+        rollout__overlap={"max_staleness": 1},
+        data__eval_rows=2,
+        eval_every=1,
+    )
+    rows = read_rows(run_online(config))
+    assert [row["prompts/used"] for row in rows] == [4, 4, 4]
+    assert all(row["staleness/max"] <= 1 and row["grad_norm"] > 0 for row in rows)
+
+
 def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folder):
     held_out = {"prompts": str(folder / "prompts.jsonl"), "limit": 3, "samples": 4, "temperature": 1.0}
     config = make_config(
@@ -189,7 +203,7 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
     assert all(row["staleness/max"] <= 2 for row in rows)
     assert any(row["staleness/mean"] > 0 for row in rows)
     assert all(0 < row["off_policy_weight"] <= 2 for row in rows)  # corrected although nothing said so
-    assert all(row["seconds/engines_idle"] >= 0 for row in rows)
+    assert all(row["idle_seconds/engines"] >= 0 and row["idle_seconds/trainer"] >= 0 for row in rows)
 
 
 def test_overlap_refuses_what_it_cannot_correct(settings, make_config):

@@ -56,7 +56,7 @@ def settings(folder, output_dir):
 
 def metric_rows(run):
     rows = map(json.loads, (run.reporter.directory / "metrics.jsonl").read_text().splitlines())
-    varying = ("seconds/", "tokens_per_second/", "mismatch", "memory/")
+    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch", "memory/")
     return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
 
 

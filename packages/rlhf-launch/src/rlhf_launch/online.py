@@ -72,7 +72,8 @@ def train(run: OnlineRun) -> None:
             run.producer.go_on(step + 1)
         run.state.step = step + 1
         timing = clock.metrics(batch, overlapping=config.rollout.overlap is not None)
-        timing["seconds/engines_idle"] = roles.pool.idle.take()
+        timing["idle_seconds/trainer"] = sum(collected.seconds.values())
+        timing["idle_seconds/engines"] = roles.pool.idle.take()
         run.reporter.step(step + 1, metrics | collected.counts | timing | {"weight_version": sync.version})
         last = step + 1 == config.steps
         if last or _due(step + 1, config.eval_every):
