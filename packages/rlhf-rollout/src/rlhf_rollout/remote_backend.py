@@ -12,59 +12,26 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 from rlhf_core import (
     BackendCapabilities,
     CapabilityError,
     ConfigError,
-    DeadlineExceeded,
     EngineDiedError,
-    FinishReason,
     GenerationRequest,
     GenerationResult,
     Link,
     LogProbMeaning,
     PauseMode,
-    RLHFError,
     RolloutConfig,
-    Sample,
     WeightManifest,
 )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteOptions:
-    """The remote backend's `options`."""
-
-    base_url: str
-    """For instance `http://127.0.0.1:8000/v1`."""
-    served_model: str | None = None
-    """The model's name on the server; `RolloutConfig.model` if not given."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the API key; the key itself belongs in no configuration file."""
-    log_probs: Literal["raw", "processed"] = "raw"
-    """Whether the server's log-probs are those of the model (`raw`, vLLM's default) or of the distribution that was
-    sampled from, after temperature and truncation (`processed`, vLLM's --logprobs-mode processed_logprobs, and this
-    package's gateway)."""
-    timeout_s: float = 600.0
-    """Deadline of a request."""
-    retries: int = 2
-    """Further attempts after a refused connection, a timeout, or the status 408, 409, 429 or 5xx, with back-off."""
-
-    def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"rollout.options.base_url must be a URL like http://127.0.0.1:8000/v1, got {self.base_url!r}"
-            )
-        if self.log_probs not in ("raw", "processed"):
-            raise ConfigError(
-                f"rollout.options.log_probs must be 'raw' or 'processed', as the server gives them, got "
-                f"{self.log_probs!r}"
-            )
+from rlhf_rollout.remote_completions import completion_arguments, completion_sample, reason, translated
+from rlhf_rollout.remote_options import read_options
 
 
 class RemoteBackend:
@@ -78,7 +45,7 @@ class RemoteBackend:
         import openai
 
         self._config = config
-        self._options = _options(config)
+        self._options = read_options(config)
         self._model = self._options.served_model or config.model
         self._version = 0
         self._closed = False
@@ -178,7 +145,7 @@ class RemoteBackend:
             served = [model.id async for model in self._client.models.list()]
         except openai.OpenAIError as error:
             raise ConfigError(
-                f"rollout.options.base_url: {self._options.base_url} does not list its models: {_reason(error)}; "
+                f"rollout.options.base_url: {self._options.base_url} does not list its models: {reason(error)}; "
                 f"check the URL, and the key in the environment variable {self._options.api_key_env}"
             ) from error
         if self._model not in served:
@@ -190,13 +157,15 @@ class RemoteBackend:
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         import openai
 
+        limit = self._config.max_model_len
+        arguments = completion_arguments(request, model=self._model, max_model_len=limit)
         try:
-            answer = await self._client.completions.create(**self._arguments(request))
+            answer = await self._client.completions.create(**arguments)
         except openai.OpenAIError as error:
-            raise _translated(error, f"request {request.request_id!r} to {self._options.base_url}") from error
+            raise translated(error, f"request {request.request_id!r} to {self._options.base_url}") from error
         body = answer.model_dump()
         samples = tuple(
-            _sample(choice, request.request_id)
+            completion_sample(choice, request.request_id)
             for choice in sorted(body["choices"], key=lambda choice: choice["index"])
         )
         self._version = max((self._version, *(v for sample in samples for v in sample.weight_versions)))
@@ -213,89 +182,8 @@ class RemoteBackend:
         meaning = LogProbMeaning() if raw else request.sampling.meaning
         return GenerationResult(request_id=request.request_id, samples=samples, meaning=meaning)
 
-    def _arguments(self, request: GenerationRequest) -> dict[str, Any]:
-        """What to send; only what differs from a server's defaults, so that plain servers accept it."""
-        sampling, limit = request.sampling, self._config.max_model_len
-        room = limit - len(request.prompt_token_ids)
-        if room < 1:
-            raise CapabilityError(
-                f"request {request.request_id!r}: a prompt of {len(request.prompt_token_ids)} tokens leaves no "
-                f"room for a response within max_model_len={limit}; raise that or shorten the prompt"
-            )
-        further = {
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "min_tokens": min(sampling.min_tokens, room),
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-        return {
-            "model": self._model,
-            "prompt": list(request.prompt_token_ids),
-            "n": 1 if sampling.temperature == 0 else request.n,
-            "max_tokens": min(sampling.max_tokens, room),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "logprobs": 1,
-            "extra_body": {
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-                **{name: value for name, value in further.items() if value},
-            },
-            **({"stop": list(sampling.stop)} if sampling.stop else {}),
-            **({"seed": request.seed} if request.seed is not None else {}),
-        }
-
     def _cannot(self, what: str) -> CapabilityError:
         return CapabilityError(
             f"the server at {self._options.base_url} cannot {what}: the openai backend is for evaluation and "
             "rejection sampling; train with the vllm or transformers backend"
         )
-
-
-def _options(config: RolloutConfig) -> RemoteOptions:
-    names = RemoteOptions.__dataclass_fields__
-    if unknown := [name for name in config.options if name not in names]:
-        raise ConfigError(f"the openai backend has no option {unknown[0]!r}; its options are {', '.join(names)}")
-    if "base_url" not in config.options:
-        raise ConfigError("the openai backend needs rollout.options.base_url, e.g. http://127.0.0.1:8000/v1")
-    return RemoteOptions(**config.options)
-
-
-def _sample(choice: Mapping[str, Any], request_id: str) -> Sample:
-    log_probs = choice.get("logprobs") or {}
-    names = log_probs.get("tokens") or []
-    tokens = choice.get("token_ids")
-    if tokens is None and all(str(name).startswith("token_id:") for name in names):
-        tokens = [int(name.removeprefix("token_id:")) for name in names]
-    values = log_probs.get("token_logprobs") or []
-    if tokens is None or len(values) != len(tokens) or None in values:
-        found = "no token ids" if tokens is None else f"{len(tokens)} token ids and {len(values)} log-probs"
-        raise CapabilityError(
-            f"request {request_id!r}: the server's answer has {found}; it must return a log-prob for every token "
-            "and its id (`return_token_ids` or `return_tokens_as_token_ids`, as vLLM's server does)"
-        )
-    reason = choice.get("finish_reason")
-    if reason not in ("stop", "length", "abort"):
-        raise EngineDiedError(f"request {request_id!r}: the server ended it with finish_reason={reason!r}")
-    return Sample(
-        token_ids=tuple(tokens),
-        log_probs=tuple(values),
-        weight_versions=tuple(choice.get("weight_versions") or (0,) * len(tokens)),
-        finish_reason=cast(FinishReason, reason),
-    )
-
-
-def _translated(error: Any, what: str) -> RLHFError:
-    import openai
-
-    message = f"{what}: {_reason(error)}"
-    if isinstance(error, openai.APITimeoutError):
-        return DeadlineExceeded(f"{message}; raise rollout.options.timeout_s or ask for fewer tokens at once")
-    if isinstance(error, openai.APIStatusError) and 400 <= error.status_code < 500:
-        return CapabilityError(message)
-    return EngineDiedError(message)
-
-
-def _reason(error: Exception) -> str:
-    """The error with what lies below it: the client itself only says `Connection error.`"""
-    return f"{error} ({error.__cause__})" if error.__cause__ else str(error)
