@@ -30,12 +30,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from rlhf_algos.config_files import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.assemble import open_run
+from rlhf_launch.assemble import open_producer, open_run
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.config import RunConfig
 from rlhf_launch.online import OnlineRun, train
 from rlhf_launch.preflight import check_inputs
-from rlhf_launch.producer import open_producer
 from rlhf_launch.report import Reporter
 from rlhf_launch.rollout_config import Overlap
 

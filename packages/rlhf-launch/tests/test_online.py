@@ -2,13 +2,16 @@
 
 import json
 import math
+import subprocess
+import sys
+import time
 import types
 
 import pytest
 import torch
+import yaml
 from rlhf_core import ConfigError, RewardError
-from rlhf_launch.assemble import run_online
-from rlhf_launch.producer import open_producer
+from rlhf_launch.assemble import open_producer, run_online
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -114,6 +117,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pa
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict().items():
         other = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "model").state_dict()[name]
         assert torch.equal(tensor, other), name
+
+
+def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
+    settings |= {"steps": 6, "checkpoint_every": 1, "tensorboard": False}
+    whole = run_online(make_config(settings, output_dir=str(tmp_path / "whole")))
+    settings["output_dir"] = str(tmp_path / "killed")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    program = "from rlhf_launch.command import main; main()"
+    run = subprocess.Popen(
+        [sys.executable, "-c", program, "train", str(tmp_path / "run.yaml")], stdout=subprocess.DEVNULL
+    )
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    while run.poll() is None and not (checkpoints / "step-000002").exists():
+        time.sleep(0.002)
+    run.kill()
+    run.wait()
+    resumed = run_online(make_config(settings), resume=True)
+    assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
+    final = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "killed")]
+    weights, other = (model.state_dict() for model in final)
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
 @pytest.mark.parametrize(

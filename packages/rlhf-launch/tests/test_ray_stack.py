@@ -12,13 +12,12 @@ import pytest
 import torch
 from rlhf_algos.config_files import from_mapping
 from rlhf_core import ResourceError, collate
-from rlhf_launch.assemble import open_run
+from rlhf_launch.assemble import open_producer, open_run
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.collecting import sample_and_score
 from rlhf_launch.config import RunConfig
 from rlhf_launch.online import add_model_outputs, train, train_on
 from rlhf_launch.preflight import check_inputs
-from rlhf_launch.producer import open_producer
 from rlhf_launch.report import PhaseClock, Reporter
 from rlhf_launch.rollout_config import Overlap
 from rlhf_launch.run_state import RunState

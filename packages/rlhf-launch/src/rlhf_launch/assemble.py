@@ -10,11 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rlhf_algos.config_files import dump_config
+from rlhf_core import ConfigError
 
 from rlhf_launch.checkpoints import CheckpointStore
 from rlhf_launch.config import RunConfig
 from rlhf_launch.engine_replacement import EngineReplacement
 from rlhf_launch.handles import Handle
+from rlhf_launch.ledger import Ledger, LedgerLimits
 from rlhf_launch.online import OnlineRun, Roles, report_evaluations, train
 from rlhf_launch.placement import (
     Executor,
@@ -25,12 +27,13 @@ from rlhf_launch.placement import (
     training_plans,
 )
 from rlhf_launch.preflight import Inputs, check_inputs
-from rlhf_launch.producer import open_producer
+from rlhf_launch.producer import During, Producer, ProducerConfig
 from rlhf_launch.prompts import PromptStream
 from rlhf_launch.report import Reporter, plot_run
 from rlhf_launch.rewarding import Rewarder, open_reward
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.run_state import RunState
+from rlhf_launch.sampling_step import group_sampler
 from rlhf_launch.train_group import TrainGroup
 from rlhf_launch.weight_sync import WeightSync
 
@@ -147,6 +150,40 @@ def _place_roles(
         sync=sync,
         replacement=replacement,
         rewarder=Rewarder(reward, inputs.tokenizer),
+    )
+
+
+def open_producer(config: RunConfig, prompts: PromptStream, pool: RolloutPool, rewarder: Rewarder) -> Producer:
+    """The producer of a run, in the mode that `rollout.overlap` names."""
+    rollout, per_step = config.rollout, config.train.prompts_per_step
+    overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
+    limits = LedgerLimits(
+        per_step=per_step,
+        steps=config.steps,
+        max_staleness=overlap.max_staleness if overlap is not None else 0,
+        max_in_flight=overlap.max_in_flight if overlap is not None else 0,
+        max_misses=dynamic.max_rounds * per_step if dynamic is not None else 0,
+    )
+    during: During = "rest"
+    if overlap is not None:
+        if overlap.pause_while_training and pool.pause_mode is None:
+            raise ConfigError(
+                "rollout.overlap: pause_while_training=true needs a rollout backend that can pause; leave it out "
+                "to let generation go on"
+            )
+        during = "pause" if overlap.pause_while_training else "run"
+    return Producer(
+        group_sampler(pool, rollout.sampling, rollout.agent, rewarder.tokenizer, seed=config.seed),
+        rewarder,
+        prompts,
+        Ledger(limits),
+        pool,
+        ProducerConfig(
+            samples=rollout.samples_per_prompt,
+            during_training=during,
+            filter_flat=dynamic is not None,
+            timeout_s=config.placement.timeout_s,
+        ),
     )
 
 

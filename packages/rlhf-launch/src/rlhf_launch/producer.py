@@ -10,17 +10,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import ConfigError, DeadlineExceeded, RewardError, Trajectory
+from rlhf_core import DeadlineExceeded, RewardError, Trajectory
 from rlhf_rollout.overlapped_scoring import score_as_finished
 
 from rlhf_launch.collecting import Collected
-from rlhf_launch.config import RunConfig
 from rlhf_launch.groups import group_of
-from rlhf_launch.ledger import Ledger, LedgerLimits
+from rlhf_launch.ledger import Ledger
 from rlhf_launch.prompts import Prompt, PromptStream
 from rlhf_launch.rewarding import Rewarder
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sampling_step import GroupSampler, group_sampler
+from rlhf_launch.sampling_step import GroupSampler
 
 _log = logging.getLogger(__name__)
 
@@ -230,37 +228,3 @@ class Producer:
 
     def _run(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def open_producer(config: RunConfig, prompts: PromptStream, pool: RolloutPool, rewarder: Rewarder) -> Producer:
-    """The producer of a run, in the mode that `rollout.overlap` names."""
-    rollout, per_step = config.rollout, config.train.prompts_per_step
-    overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
-    limits = LedgerLimits(
-        per_step=per_step,
-        steps=config.steps,
-        max_staleness=overlap.max_staleness if overlap is not None else 0,
-        max_in_flight=overlap.max_in_flight if overlap is not None else 0,
-        max_misses=dynamic.max_rounds * per_step if dynamic is not None else 0,
-    )
-    during: During = "rest"
-    if overlap is not None:
-        if overlap.pause_while_training and pool.pause_mode is None:
-            raise ConfigError(
-                "rollout.overlap: pause_while_training=true needs a rollout backend that can pause; leave it out "
-                "to let generation go on"
-            )
-        during = "pause" if overlap.pause_while_training else "run"
-    return Producer(
-        group_sampler(pool, rollout.sampling, rollout.agent, rewarder.tokenizer, seed=config.seed),
-        rewarder,
-        prompts,
-        Ledger(limits),
-        pool,
-        ProducerConfig(
-            samples=rollout.samples_per_prompt,
-            during_training=during,
-            filter_flat=dynamic is not None,
-            timeout_s=config.placement.timeout_s,
-        ),
-    )

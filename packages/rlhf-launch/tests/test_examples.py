@@ -1,0 +1,16 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from rlhf_algos.config_files import from_mapping
+from rlhf_launch.config import RunConfig
+from rlhf_launch.scaled_offline import ScaledOfflineConfig
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_configuration(path):
+    settings = yaml.safe_load(path.read_text())
+    offline = isinstance(settings["model"], str)
+    assert from_mapping(ScaledOfflineConfig if offline else RunConfig, settings, source=str(path))
