@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 
 class TestLocal(TransportConformance):
     kind = "local"
+    can_give_up = False
 
 
 class TestGloo(TransportConformance):
     kind = "gloo"
+    can_give_up = False
 
 
 class TestSharedMemory(TransportConformance):
@@ -27,6 +29,7 @@ class TestSharedMemory(TransportConformance):
 
 class TestByPath(TransportConformance):
     kind = "rlhf_core.transport_local:LocalTransport"
+    can_give_up = False
 
 
 class TestDisk(TransportConformance):

@@ -237,7 +237,7 @@ def test_after_a_failure_of_shared_memory_the_next_transport_is_taken(start, mon
     def no_room(nbytes):
         raise WeightSyncError("64 MiB of shared memory cannot be had")
 
-    monkeypatch.setattr("rlhf_core.transport_mapped._file_segment", no_room)
+    monkeypatch.setattr("rlhf_core.transport_mapped.file_segment", no_room)
     stack = start(2, transports=BEST)
     for version in (1, 2):
         stack.sync(version)

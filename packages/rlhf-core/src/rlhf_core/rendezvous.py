@@ -17,6 +17,9 @@ from rlhf_core.errors import DeadlineExceeded, WeightSyncError
 
 LEFT = b"left"
 """Posted in place of an announcement or an acknowledgement by an end that leaves."""
+GIVEN_UP = b"given up"
+"""Posted in place of acknowledgements by one who knows that they will never come."""
+_AWAITED = "awaited"
 _POLL_S = (0.001, 0.02)
 
 
@@ -34,6 +37,10 @@ class Board(Protocol):
             DeadlineExceeded: names `what`, and the keys that are missing.
             WeightSyncError: the other end is gone.
         """
+        ...
+
+    def seen(self, key: str) -> bytes | None:
+        """The note, if it is up."""
         ...
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -74,6 +81,11 @@ class StoreBoard:
                     raise _late(timeout_s, what, missing) from None
                 notes = self.store.multi_get(list(keys))
             return [note[1:] for note in notes]
+
+    def seen(self, key: str) -> bytes | None:
+        """See Board."""
+        with self._lost("looking for a note"):
+            return self.store.get(key)[1:] if self.store.check([key]) else None
 
     def remove(self, keys: Sequence[str]) -> None:
         """See Board."""
@@ -130,6 +142,11 @@ class DirectoryBoard:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
 
+    def seen(self, key: str) -> bytes | None:
+        """See Board."""
+        path = self.directory / key.replace("/", ".")
+        return path.read_bytes() if path.exists() else None
+
     def remove(self, keys: Sequence[str]) -> None:
         """See Board."""
         for key in keys:
@@ -142,15 +159,13 @@ def _late(timeout_s: float, what: str, missing: Sequence[str]) -> DeadlineExceed
 
 def accept(board: Board, link: Any) -> None:
     """The sender's half of the meeting."""
-    keys = [f"receiver-{rank}" for rank in range(link.receivers)]
-    what = f"{link.receivers} receiver(s) to join the {link.kind} weight link at {link.address}"
-    board.read(keys, timeout_s=link.timeout_s, what=what)
+    _answers(board, link, "receiver", f"{link.receivers} receiver(s) to join")
     board.post("accepted")
 
 
 def ask(board: Board, link: Any, rank: int) -> None:
     """A receiver's half of the meeting."""
-    board.post(f"receiver-{rank}")
+    board.post(f"receiver/{rank}")
     what = f"the sender of the {link.kind} weight link at {link.address} to accept receiver {rank}"
     board.read(["accepted"], timeout_s=link.timeout_s, what=what)
 
@@ -160,15 +175,30 @@ def await_receivers(board: Board, link: Any, note: str) -> None:
 
     Raises:
         DeadlineExceeded: names the receivers that have not.
-        WeightSyncError: one of them has left.
+        WeightSyncError: one of them has left, or the sync was given up.
     """
-    keys = [f"{note}/{rank}" for rank in range(link.receivers)]
-    what = f"receivers of the {link.kind} weight link at {link.address} to take their weights"
-    answers = board.read(keys, timeout_s=link.timeout_s, what=what)
+    answers = _answers(board, link, note, "receivers to take the weights that come over")
     if gone := [rank for rank, answer in enumerate(answers) if answer == LEFT]:
         ranks = ", ".join(map(str, gone))
         raise WeightSyncError(f"receiver(s) {ranks} left the {link.kind} weight link in the middle of a sync")
-    board.remove(keys)
+    board.remove([f"{note}/{rank}" for rank in range(link.receivers)])
+
+
+def _answers(board: Board, link: Any, note: str, what: str) -> list[bytes]:
+    board.post(_AWAITED, note.encode())
+    keys = [f"{note}/{rank}" for rank in range(link.receivers)]
+    what = f"{what} the {link.kind} weight link at {link.address}"
+    answers = board.read(keys, timeout_s=link.timeout_s, what=what)
+    if GIVEN_UP in answers:
+        raise WeightSyncError(f"waiting for {what} was given up, since not all of them live")
+    return answers
+
+
+def give_up(board: Board, link: Any) -> None:
+    """Answer in the receivers' place what the sender waits for; see rlhf_core.transport.give_up."""
+    if (note := board.seen(_AWAITED)) is not None:
+        for rank in range(link.receivers):
+            board.post(f"{note.decode()}/{rank}", GIVEN_UP)
 
 
 def store_address(link: Any) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.manifest import Bucket, WeightManifest
 from rlhf_core.sealing import seal
-from rlhf_core.transport import Sender, Sending
+from rlhf_core.transport import Sender, Sending, closed_on_error
 from rlhf_core.weights import PackingSource, WeightSource
 
 
@@ -20,7 +20,8 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
 
     Two buffers alternate, so that the next bucket is gathered and packed while the last one is on its way; with
     what the source gathers at a time they are all the memory it takes. A PackingSource writes into the buffer
-    itself. A bucket that is one tensor in the right form already is sent from where it is.
+    itself. A bucket that is one tensor in the right form already is sent from where it is. A sender that fails is
+    closed.
 
     Raises:
         WeightSyncError: the source does not keep to its manifest, or a receiver is gone.
@@ -35,6 +36,11 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
             for _ in source.gather(bucket):
                 pass
         return
+    with closed_on_error(sender):
+        _send(source, manifest, buckets, sender)
+
+
+def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Bucket], sender: Sender) -> None:
     # Large tensors that travel alone are mostly sent in place and need no buffer.
     shared = [bucket.nbytes for bucket in buckets if len(bucket.tensors) > 1 or _packing(source, bucket)]
     pending: list[Sending | None] = [None, None]

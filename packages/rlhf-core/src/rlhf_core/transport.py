@@ -13,11 +13,12 @@ A link carries any number of syncs, one after the other. After a failure it is n
 
 Other kinds are found in the entry-point group `rlhf.weight_transports`, or by a `module:Class` path. The class has
 `open(kind, *, receivers, host, device, timeout_s)`, which returns a Sender, and `join(link, rank, device)`, which
-returns a Receiver; `rlhf_core.testing.transport` has the checks that it must pass.
+returns a Receiver, and may have `give_up(link)`; `rlhf_core.testing.transport` has the checks that it must pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -151,6 +152,30 @@ def join(link: Link, rank: int, *, device: torch.device | str = "cpu") -> Receiv
     if not 0 <= rank < link.receivers:
         raise ConfigError(f"receiver rank {rank} is outside 0..{link.receivers - 1}")
     return _transport(link.kind).join(link, rank, torch.device(device))
+
+
+def give_up(link: Link) -> None:
+    """Let the sender of a link fail now, instead of at its deadline, if it waits for receivers.
+
+    For one who knows that a receiver is gone, from any process that could join the link. A sender that does not
+    wait right now is left alone, so repeat it until the sender ends. The link is then of no further use.
+
+    Raises:
+        RLHFError: the sender cannot be reached.
+    """
+    release = getattr(_transport(link.kind), "give_up", None)
+    if release is not None:
+        release(link)
+
+
+@contextlib.contextmanager
+def closed_on_error(sender: Sender) -> Iterator[None]:
+    """Receivers that wait for a sender which failed learn of it by its closing."""
+    try:
+        yield
+    except BaseException:
+        sender.close()
+        raise
 
 
 def _transport(kind: str) -> Any:

@@ -1,6 +1,6 @@
 """Safetensors files in a directory that both sides see. Slower than the others, and works wherever files do.
 
-    <directory>/<link>/receiver-0, accepted, ...          who takes part
+    <directory>/<link>/receiver.0, accepted, ...          who takes part
     <directory>/<link>/sync-1/bucket-0.safetensors, ...   one sync; a file appears at once with its content
     <directory>/<link>/taken-1.0, ...                     receiver 0 has all of sync 1
 
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, WeightSyncError
 from rlhf_core.manifest import Bucket
-from rlhf_core.rendezvous import LEFT, DirectoryBoard, accept, ask, await_receivers
-from rlhf_core.transport import Link, Sending
+from rlhf_core.rendezvous import LEFT, DirectoryBoard, accept, ask, await_receivers, give_up
+from rlhf_core.transport import Link, Sending, closed_on_error
 
 DIRECTORY_VARIABLE = "RLHF_WEIGHTS_DIRECTORY"
 _CHECKSUM_NAME = "rlhf.checksum"
@@ -71,6 +71,12 @@ class DiskTransport:
         ask(board, link, rank)
         return DiskReceiver(link, rank, board)
 
+    @staticmethod
+    def give_up(link: Link) -> None:
+        """See rlhf_core.transport.give_up."""
+        if Path(link.address).is_dir():
+            give_up(DirectoryBoard(Path(link.address)), link)
+
 
 class DiskSender:
     """Writes a file per bucket."""
@@ -86,7 +92,8 @@ class DiskSender:
 
     def accept(self) -> None:
         """See Sender."""
-        accept(self._board, self.link)
+        with closed_on_error(self):
+            accept(self._board, self.link)
 
     def buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """See Sender."""

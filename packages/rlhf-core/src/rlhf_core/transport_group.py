@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, WeightSyncError
 from rlhf_core.manifest import Bucket
-from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, reach
-from rlhf_core.transport import Link, Sending
+from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, give_up, reach
+from rlhf_core.transport import Link, Sending, closed_on_error
 
 
 class GroupTransport:
@@ -35,6 +35,11 @@ class GroupTransport:
         # Meeting first: who is missing is then known by name, which a process group does not tell.
         ask(board, link, rank)
         return GroupReceiver(link, rank, device, board)
+
+    @staticmethod
+    def give_up(link: Link) -> None:
+        """See rlhf_core.transport.give_up."""
+        give_up(reach(link, 0), link)
 
 
 def _process_group(link: Link, group_rank: int, board: StoreBoard, device: torch.device) -> Any:
@@ -91,8 +96,9 @@ class GroupSender:
     def accept(self) -> None:
         """See Sender."""
         if self._group is None and self._board is not None:
-            accept(self._board, self.link)
-            self._group = _process_group(self.link, 0, self._board, self.device)
+            with closed_on_error(self):
+                accept(self._board, self.link)
+                self._group = _process_group(self.link, 0, self._board, self.device)
 
     def buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """See Sender."""

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_core.cuda_memory import cuda_segment, map_cuda
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.manifest import Bucket
-from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, reach
-from rlhf_core.shared_memory import shared_directory
-from rlhf_core.transport import Link, Sending
+from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, give_up, reach
+from rlhf_core.shared_memory import file_segment, map_file
+from rlhf_core.transport import Link, Sending, closed_on_error
 
 
 class MappedTransport:
@@ -46,6 +43,11 @@ class MappedTransport:
         ask(board, link, rank)
         return MappedReceiver(link, rank, device, board)
 
+    @staticmethod
+    def give_up(link: Link) -> None:
+        """See rlhf_core.transport.give_up."""
+        give_up(reach(link, 0), link)
+
 
 class MappedSender:
     """Packs into segments and announces them."""
@@ -60,7 +62,8 @@ class MappedSender:
 
     def accept(self) -> None:
         """See Sender."""
-        accept(self._open(), self.link)
+        with closed_on_error(self):
+            accept(self._open(), self.link)
 
     def buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """See Sender. Larger ones than before are new segments, which all receivers must map first."""
@@ -72,7 +75,7 @@ class MappedSender:
         handles, files = [], []
         try:
             for _ in range(2):
-                tensor, handle, file = _cuda_segment(nbytes, self.device) if self._cuda else _file_segment(nbytes)
+                tensor, handle, file = cuda_segment(nbytes, self.device) if self._cuda else file_segment(nbytes)
                 pair.append(tensor)
                 handles.append(handle)
                 files += file
@@ -197,7 +200,7 @@ class MappedReceiver:
         self._segments.clear()
         cuda = self._link.kind == "ipc"
         with self._leaving_on_error(board):
-            self._segments = [_map_cuda(handle, self.device) if cuda else _map_file(handle) for handle in handles]
+            self._segments = [map_cuda(handle, self.device) if cuda else map_file(handle) for handle in handles]
         self._done(board)
 
     def _done(self, board: StoreBoard, value: bytes = b"") -> None:
@@ -216,71 +219,3 @@ class MappedReceiver:
         """See Receiver."""
         self._board = None
         self._segments.clear()
-
-
-# ---------------------------------------------------------------- shared memory of a host
-
-
-def _file_segment(nbytes: int) -> tuple[Tensor, Any, list[Path]]:
-    directory = shared_directory()
-    nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor, name = tempfile.mkstemp(prefix="rlhf-weights-", dir=directory)
-    try:
-        # Reserved at once: writing to a full tmpfs later would end the process with a bus error.
-        os.posix_fallocate(descriptor, 0, nbytes)
-        return _map_file([name, nbytes]), [name, nbytes], [Path(name)]
-    except OSError as error:
-        Path(name).unlink()
-        raise WeightSyncError(
-            f"{nbytes >> 20} MiB of shared memory cannot be had in {directory}: {error}; give it more room (for a "
-            "container, --shm-size), make bucket_bytes smaller, or use the transport gloo"
-        ) from error
-    finally:
-        os.close(descriptor)
-
-
-def _map_file(handle: Any) -> Tensor:
-    name, nbytes = handle
-    try:
-        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise WeightSyncError(
-            f"the sender's shared memory {name} cannot be mapped: {error}; shm works between processes of one host "
-            "and user, use gloo or disk between hosts"
-        ) from error
-
-
-# ---------------------------------------------------------------- memory of a GPU
-
-
-def _cuda_segment(nbytes: int, device: torch.device) -> tuple[Tensor, Any, list[Path]]:
-    if device.type != "cuda":
-        raise WeightSyncError(f"the weight transport ipc needs a CUDA device, got {device}; use shm on CPU")
-    tensor = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
-    parts = tensor.untyped_storage()._share_cuda_()
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    offset = tensor.storage_offset()
-    return tensor, [gpu, offset, tensor.numel(), [_text(part) for part in parts]], []
-
-
-def _map_cuda(handle: Any, device: torch.device) -> Tensor:
-    gpu, offset, nbytes, parts = handle
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    if own != gpu:
-        raise WeightSyncError(
-            f"the sender's memory is on GPU {gpu}, this receiver is on {own}; use nccl between GPUs"
-        )
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    # The first part is the sender's number of the GPU, which differs with CUDA_VISIBLE_DEVICES.
-    storage = torch.UntypedStorage._new_shared_cuda(index, *(_untext(part) for part in parts[1:]))
-    whole: Any = torch.empty(0, dtype=torch.uint8, device=device)
-    return whole.set_(storage, offset, (nbytes,))
-
-
-def _text(part: Any) -> Any:
-    """CUDA handles as JSON: no pickle."""
-    return {"hex": part.hex()} if isinstance(part, bytes) else part
-
-
-def _untext(part: Any) -> Any:
-    return bytes.fromhex(part["hex"]) if isinstance(part, dict) else part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -9,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core import ConfigError, EngineDiedError, Link, RLHFError, UserError, WeightManifest, WeightSyncError
+from rlhf_core.transport import give_up
 
 from rlhf_launch.handles import gather
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.sync_options import SyncOptions
 from rlhf_launch.train_group import TrainGroup
+
+_RELEASE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,8 @@ class WeightSync:
         self._options = options or SyncOptions()
         self._timeout_s = timeout_s
         self._link: Link | None = None
+        self._opened: Link | None = None
+        """The last link, from its opening on; `_link` is one that works."""
         self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
         self._shares_memory = True
         """Until a transfer through shared memory failed, for want of room perhaps."""
@@ -111,7 +117,7 @@ class WeightSync:
         if self.version is None:
             raise WeightSyncError("no engine has weights to catch up with; call the sync itself")
         self.transport = self._choose_transport(engine)
-        link = self._policy.open_link(self.transport, self._pool.receivers_of(engine))
+        link = self._opened = self._policy.open_link(self.transport, self._pool.receivers_of(engine))
         self._link = None  # the trainer has one link at a time; the next sync opens one to all
         what = f"rollout engine {engine} to be brought to weight version {self.version}"
         self._meet([self._policy.accept_link()], [self._pool.call(engine, "connect", link, 0)], [engine], what)
@@ -172,7 +178,7 @@ class WeightSync:
 
     def _connect(self) -> None:
         self.transport = self._choose_transport()
-        link = self._policy.open_link(self.transport, self._pool.receivers)
+        link = self._opened = self._policy.open_link(self.transport, self._pool.receivers)
         joining = self._pool.connect(link)
         what = f"all ends of the {link.kind} weight link to meet"
         self._meet([self._policy.accept_link()], joining, self._pool.live, what)
@@ -185,10 +191,17 @@ class WeightSync:
         try:
             return gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
         except RLHFError:
+            self._release(sending)
             wait(receiving, timeout=self._timeout_s)
             for engine, future in zip(engines, receiving, strict=True):
                 if future.done() and isinstance(error := future.exception(), EngineDiedError):
                     self._pool.drop(engine, str(error))
-            # A sender that is still at it must end before it can open a new link.
-            wait(sending, timeout=self._timeout_s)
             raise
+
+    def _release(self, sending: Sequence[Future[Any]]) -> None:
+        """See that the sender ends, which may wait for an engine that is gone; only then can it open a new link."""
+        give_up_at = time.monotonic() + self._timeout_s
+        while wait(sending, timeout=_RELEASE_S).not_done and time.monotonic() < give_up_at:
+            if self._opened is not None:
+                with contextlib.suppress(RLHFError):
+                    give_up(self._opened)

@@ -21,7 +21,7 @@ from rlhf_core.errors import DeadlineExceeded, RLHFError, WeightSyncError
 from rlhf_core.manifest import Bucket, TensorSpec, WeightManifest
 from rlhf_core.receiving import receive_weights
 from rlhf_core.sending import send_weights
-from rlhf_core.transport import Receiver, Sender, join, open_sender
+from rlhf_core.transport import Receiver, Sender, give_up, join, open_sender
 
 
 class Source:
@@ -64,6 +64,11 @@ class Beside:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
     def result(self, timeout_s: float = 60.0) -> Any:
         """Wait for the end."""
         self._thread.join(timeout_s)
@@ -78,6 +83,8 @@ class TransportConformance:
 
     kind: ClassVar[str]
     device: ClassVar[str] = "cpu"
+    can_give_up: ClassVar[bool] = True
+    """Whether the transport has a `give_up` that ends every wait of the sender."""
     patience_s: ClassVar[float] = 0.6
     """Deadline of links on which something goes wrong."""
 
@@ -164,10 +171,22 @@ class TransportConformance:
 
     # ------------------------------------------------------------ what goes wrong ends in time
 
+    def test_a_sender_that_waits_in_vain_can_be_released(self) -> None:
+        if not self.can_give_up:
+            pytest.skip("this transport notices by itself that a receiver is gone")
+        sender, _ = self.connected(2)
+        source = Source([10], 1, self.device)
+        sending = Beside(lambda: send_weights(source, source.manifest(), sender))
+        while sending.running:
+            give_up(sender.link)
+            time.sleep(0.05)
+        with pytest.raises(WeightSyncError, match="given up"):
+            sending.result()
+
     def test_a_sender_names_the_receiver_that_did_not_come(self) -> None:
         sender = open_sender(self.kind, receivers=2, device=self.device, timeout_s=self.patience_s)
         joining = Beside(lambda: join(sender.link, 0, device=self.device))
-        with pytest.raises(DeadlineExceeded, match=r"2 receiver.*missing: receiver-1$"):
+        with pytest.raises(DeadlineExceeded, match=r"2 receiver.*missing: receiver.1$"):
             sender.accept()
         sender.close()
         with pytest.raises(RLHFError):
