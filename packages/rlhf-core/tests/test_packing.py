@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core.accumulation import cut_micro_batches
 from rlhf_core.batch import Batch, pad_rows
+from rlhf_core.micro_batches import cut_micro_batches
 from rlhf_core.packing import Segment, pack
 
 

@@ -24,6 +24,7 @@ from rlhf_core import (
     score_in_micro_batches,
 )
 from rlhf_core.adapter_files import FOLDER, adapter_parameters, write_adapter
+from rlhf_core.micro_batches import TokenBudget
 from rlhf_core.packed_attention import enable_packing
 from rlhf_core.random_state import RandomState
 
@@ -73,7 +74,7 @@ class TorchEngine:
             batch.to(self.device),
             outputs,
             forward=self._forward,
-            max_tokens=self.config.max_tokens_per_micro_batch,
+            max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
             ranks=self.ranks,
         )
 
@@ -94,7 +95,7 @@ class TorchEngine:
                 loss,
                 forward=self._forward,
                 backward=lambda total, last: total.backward() if total.requires_grad else None,
-                max_tokens=self.config.max_tokens_per_micro_batch,
+                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
                 ranks=self.ranks,
             )
         (tokens,) = self.ranks.sum([batch.tokens])

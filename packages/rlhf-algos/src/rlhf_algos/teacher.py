@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Ranks
-from rlhf_core.accumulation import cut_micro_batches
 from rlhf_core.forward import top_k_log_probs
+from rlhf_core.micro_batches import TokenBudget, cut_batch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -128,8 +128,8 @@ def _score(
     dealt = split_by_length([len(row.token_ids) for row in rows], ranks.size)
     mine = dealt[rank_of(ranks)]
     own: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(mine)
-    lengths = [len(rows[index].token_ids) for index in mine]
-    cut = cut_micro_batches(lengths, rows_per_unit=1, max_tokens=engine.config.max_tokens_per_micro_batch)
+    budget = TokenBudget.of(engine.model, engine.config.max_tokens_per_micro_batch)
+    cut = cut_batch(rows_batch([rows[index] for index in mine]), budget) if mine else []
     for places in cut:
         batch = replace(rows_batch([rows[mine[p]] for p in places]), temperature=config.temperature)
         log_probs, ids = top_k_log_probs(engine.model, batch.to(engine.device), config.top_k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_core.batch import Batch
 from rlhf_core.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
+from rlhf_core.micro_batches import TokenBudget, cut_batch
 from rlhf_core.routing import NO_CHOICE
 
 
@@ -71,55 +72,13 @@ class Accumulated:
         return not self.bad_sample_ids
 
 
-def cut_micro_batches(
-    lengths: Sequence[int], *, rows_per_unit: int, max_tokens: int, groups: Sequence[Hashable] = ()
-) -> list[list[int]]:
-    """Units of rows in micro-batches of at most `max_tokens` padded tokens, longest first.
-
-    Units of equal `groups` entries (one per unit; rows of the same prompt, say) stay together where they fit, so
-    that what they share is computed once. Returns lists of unit indices. A unit longer than the budget gets a
-    micro-batch of its own.
-
-    >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18)
-    [[1, 3], [2, 0]]
-    >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18, groups=["a", "a", "b", "b"])
-    [[1, 0], [3, 2]]
-    """
-    units = [max(lengths[start : start + rows_per_unit]) for start in range(0, len(lengths), rows_per_unit)]
-    names = groups or range(len(units))
-    longest: dict[Hashable, int] = {}
-    for name, unit in zip(names, units, strict=True):
-        longest[name] = max(unit, longest.get(name, 0))
-    place = {name: index for index, name in enumerate(longest)}
-    cut: list[list[int]] = []
-    width = 0
-    for unit in sorted(range(len(units)), key=lambda u: (-longest[names[u]], place[names[u]], -units[u])):
-        width = max(width, units[unit])
-        if cut and (len(cut[-1]) + 1) * rows_per_unit * width <= max_tokens:
-            cut[-1].append(unit)
-        else:
-            cut.append([unit])
-            width = units[unit]
-    return cut
-
-
-def _cut(batch: Batch, max_tokens: int) -> list[list[int]]:
-    """Micro-batches of a batch, rows with the same prompt side by side."""
-    lengths, size = batch.lengths.tolist(), batch.rows_per_unit
-    counted = batch.response_mask.int()
-    prompts = torch.where(counted.any(dim=1), counted.argmax(dim=1), batch.lengths).tolist()
-    tokens = batch.token_ids.cpu()
-    groups = [tokens[row, : prompts[row]].numpy().tobytes() for row in range(0, batch.rows, size)]
-    return cut_micro_batches(lengths, rows_per_unit=size, max_tokens=max_tokens, groups=groups)
-
-
 def accumulate(
     batch: Batch,
     loss: Loss,
     *,
     forward: Callable[[Batch, Sequence[str]], ModelOutputs],
     backward: Callable[[Tensor, bool], None],
-    max_tokens: int,
+    max_tokens: int | TokenBudget,
     ranks: Ranks | None = None,
 ) -> Accumulated:
     """Forward and backward over this rank's `batch`; gradients are those of the global mean loss.
@@ -130,14 +89,14 @@ def accumulate(
         forward: runs the model on one micro-batch with gradients.
         backward: gets the scaled loss and whether it is the last micro-batch of the step. The scale assumes
             that gradients are *averaged* over ranks afterwards, as DDP and ZeRO do.
-        max_tokens: padded tokens per micro-batch.
+        max_tokens: tokens per micro-batch; a plain number counts padded ones.
         ranks: the other ranks; every rank runs the same number of micro-batches (collectives must match), the
             short ones repeat a micro-batch with weight zero.
 
     Stops at the first non-finite loss on any rank, on all ranks at once, and names the samples.
     """
     ranks = ranks or OneRank()
-    pieces = [batch.select_units(units) for units in _cut(batch, max_tokens)]
+    pieces = [batch.select_units(units) for units in cut_batch(batch, max_tokens)]
     (weight,) = ranks.sum([loss.weight(batch)])
     count = ranks.max(len(pieces))
     scale = ranks.size / weight if weight else 0.0
@@ -169,12 +128,12 @@ def score_in_micro_batches(
     fields: Sequence[str],
     *,
     forward: Callable[[Batch, Sequence[str]], ModelOutputs],
-    max_tokens: int,
+    max_tokens: int | TokenBudget,
     ranks: Ranks | None = None,
 ) -> ModelOutputs:
     """Forward only; outputs are detached, on the CPU and in the order of the batch's rows."""
     ranks = ranks or OneRank()
-    cut = _cut(batch, max_tokens)
+    cut = cut_batch(batch, max_tokens)
     result = {name: getattr(zero_outputs(batch, [name]), name).cpu() for name in fields}
     with torch.no_grad():
         for index in range(ranks.max(len(cut))):

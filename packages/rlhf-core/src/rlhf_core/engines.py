@@ -72,6 +72,8 @@ class EngineConfig:
     dtype: DType = "float32"
     device: str = "cpu"
     max_tokens_per_micro_batch: int = 16384
+    """Tokens that go through the model together: those that it runs, so a prompt that packed rows share counts
+    once, and padding counts where rows are padded. A longer row has a micro-batch of its own."""
     gradient_checkpointing: bool = False
     attention: str | None = None
     """Attention implementation of the model; None chooses."""

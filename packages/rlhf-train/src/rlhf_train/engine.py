@@ -22,6 +22,7 @@ from rlhf_core import (
     score_in_micro_batches,
 )
 from rlhf_core.adapters import add_adapters
+from rlhf_core.micro_batches import TokenBudget
 from rlhf_core.random_state import RandomState
 from rlhf_core.schedule import learning_rate
 from torch import Tensor
@@ -160,7 +161,7 @@ class DeepSpeedEngine:
                 mine.to(self.device),
                 outputs,
                 forward=self._forward,
-                max_tokens=self.config.max_tokens_per_micro_batch,
+                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
                 ranks=self.ranks,
             )
         if self._sequence is None:
@@ -203,7 +204,7 @@ class DeepSpeedEngine:
                 loss,
                 forward=self._forward,
                 backward=self._backward,
-                max_tokens=self.config.max_tokens_per_micro_batch,
+                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
                 ranks=self.ranks,
             )
             self._last_outputs = {}
@@ -232,7 +233,7 @@ class DeepSpeedEngine:
                 loss,
                 forward=self._forward,
                 backward=lambda total, last: None,
-                max_tokens=self.config.max_tokens_per_micro_batch,
+                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
                 ranks=self.ranks,
             )
         self._last_outputs = {}

@@ -1,0 +1,120 @@
+"""How a batch is cut into micro-batches: as few as the budget of tokens allows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rlhf_core.batch import Batch
+from rlhf_core.packed_attention import has_dropout, is_packing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBudget:
+    """How many tokens a micro-batch may have, and which count."""
+
+    tokens: int
+    counts: Literal["padded", "packed", "shared"] = "padded"
+    """`padded`: rows times the longest one. `packed`: those of the rows. `shared`: a prompt that rows of the
+    micro-batch share counts once."""
+
+    @classmethod
+    def of(cls, model: Any, tokens: int) -> TokenBudget:
+        """What the model runs in its present mode, as `model_outputs` runs it."""
+        if not is_packing(model):
+            return cls(tokens=tokens)
+        return cls(tokens=tokens, counts="packed" if has_dropout(model) else "shared")
+
+
+def cut_micro_batches(
+    lengths: Sequence[int], *, rows_per_unit: int, max_tokens: int, groups: Sequence[Hashable] = ()
+) -> list[list[int]]:
+    """Units of rows in micro-batches of at most `max_tokens` padded tokens, longest first.
+
+    Units of equal `groups` entries (one per unit; rows of the same prompt, say) stay together where they fit, so
+    that what they share is computed once. Returns lists of unit indices. A unit longer than the budget gets a
+    micro-batch of its own.
+
+    >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18)
+    [[1, 3], [2, 0]]
+    >>> cut_micro_batches([3, 9, 4, 8], rows_per_unit=1, max_tokens=18, groups=["a", "a", "b", "b"])
+    [[1, 0], [3, 2]]
+    """
+    units = [max(lengths[start : start + rows_per_unit]) for start in range(0, len(lengths), rows_per_unit)]
+    names = groups or range(len(units))
+    longest: dict[Hashable, int] = {}
+    for name, unit in zip(names, units, strict=True):
+        longest[name] = max(unit, longest.get(name, 0))
+    place = {name: index for index, name in enumerate(longest)}
+    cut: list[list[int]] = []
+    width = 0
+    for unit in sorted(range(len(units)), key=lambda u: (-longest[names[u]], place[names[u]], -units[u])):
+        width = max(width, units[unit])
+        if cut and (len(cut[-1]) + 1) * rows_per_unit * width <= max_tokens:
+            cut[-1].append(unit)
+        else:
+            cut.append([unit])
+            width = units[unit]
+    return cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    tokens: int
+    prompt: bytes
+    prompt_tokens: int
+
+
+def cut_batch(batch: Batch, budget: int | TokenBudget) -> list[list[int]]:
+    """Units of a batch in micro-batches, longest first, rows with the same prompt side by side.
+
+    Args:
+        batch: the rows.
+        budget: a plain number counts padded tokens.
+    """
+    if isinstance(budget, int):
+        budget = TokenBudget(tokens=budget)
+    rows, size = _rows(batch), batch.rows_per_unit
+    groups = [rows[start].prompt for start in range(0, batch.rows, size)]
+    if budget.counts == "padded":
+        lengths = [row.tokens for row in rows]
+        return cut_micro_batches(lengths, rows_per_unit=size, max_tokens=budget.tokens, groups=groups)
+    units = [rows[start : start + size] for start in range(0, batch.rows, size)]
+    cut: list[list[int]] = []
+    used, seen = 0, set[bytes]()
+    # One micro-batch after the other, in the order that padded ones have.
+    (order,) = cut_micro_batches(
+        [row.tokens for row in rows], rows_per_unit=size, max_tokens=1 << 62, groups=groups
+    ) or [[]]
+    for unit in order:
+        share = budget.counts == "shared"
+        cost = _cost(units[unit], seen if share else None)
+        if not cut or used + cost > budget.tokens:
+            cut.append([])
+            used, seen = 0, set()
+            cost = _cost(units[unit], seen if share else None)
+        cut[-1].append(unit)
+        used += cost
+        seen |= {row.prompt for row in units[unit]}
+    return cut
+
+
+def _rows(batch: Batch) -> list[_Row]:
+    lengths, tokens = batch.lengths.tolist(), batch.token_ids.cpu()
+    counted = batch.response_mask.int()
+    prompts = torch.where(counted.any(dim=1), counted.argmax(dim=1), batch.lengths).tolist()
+    return [
+        _Row(tokens=length, prompt=tokens[row, :prompt].numpy().tobytes(), prompt_tokens=min(prompt, length))
+        for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True))
+    ]
+
+
+def _cost(unit: Sequence[_Row], seen: set[bytes] | None) -> int:
+    """Tokens that the unit adds to a micro-batch that has run the prompts in `seen`; None shares nothing."""
+    if seen is None:
+        return sum(row.tokens for row in unit)
+    fresh = {row.prompt: row.prompt_tokens for row in unit if row.prompt not in seen}
+    return sum(row.tokens - row.prompt_tokens for row in unit) + sum(fresh.values())
