@@ -449,7 +449,8 @@ def test_two_processes_resume_bit_for_bit(make, tmp_path):
         [*command, str(tmp_path / "resumed.py"), str(tmp_path / "run.yaml")],
         check=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Should a rank abort, its stacks say where.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
     )
     whole, stopped = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
     assert len(whole) == 6
