@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 from pathlib import Path
 from typing import get_args
 
@@ -234,3 +235,37 @@ def test_a_missing_column_stops_a_run_before_anything_is_loaded(settings, make_c
     config = make_config(settings, reward={"parts": {"a": {"kind": "exact", "answer": "gold"}}})
     with pytest.raises(DataError, match=r"row 1: the reward 'a' needs the column 'gold'; found answer, prompt"):
         check_inputs(config)
+
+
+def test_faults_of_every_part_lose_no_sample_and_count_none_twice(settings, make_config, scoring_server):
+    """The service fails, stalls and hangs up; a function raises for some samples and says NaN for others."""
+    from launch_rewards import kind_of
+
+    with socket.socket() as listener, scoring_server(["500", "stall", "drop"] * 3) as (url, answered):
+        listener.bind(("127.0.0.1", 0))  # bound, not listening: it refuses
+        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}", url]
+        parts = {
+            "service": {
+                "kind": "http",
+                "endpoints": {"urls": urls, "timeout_s": 0.5, "attempts": 4, "backoff_s": 0.02},
+                "policy": {"attempts": 10, "backoff_s": 0.02},
+            },
+            "picky": {
+                "kind": "function",
+                "function": "launch_rewards:picky",
+                "policy": {"then": "drop", "attempts": 1},
+            },
+        }
+        config = make_config(settings, reward={"parts": parts}, data__eval_rows=0, train__prompts_per_step=8)
+        run = run_online(config)
+    rows = [json.loads(line) for line in (run.reporter.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "reward" in row]
+    # A batch may have been asked for twice; a sample counts once.
+    texts = {
+        name: text for body in answered for name, text in zip(body["sample_ids"], body["completions"], strict=True)
+    }
+    assert len(texts) == 4 * sum(row["prompts/started"] for row in rows)
+    lost = sum(kind_of(text) != "fine" for text in texts.values())
+    assert lost > 0
+    assert sum(row["dropped_samples"] for row in rows) == lost
+    assert all(row["reward"] == pytest.approx(1.25) for row in rows)

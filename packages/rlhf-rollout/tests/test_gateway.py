@@ -319,6 +319,26 @@ def test_a_client_that_disconnects_aborts_its_request(tokenizer, stream):
         assert gateway.close_session("gone") == []
 
 
+def test_a_client_that_disconnects_in_the_middle_of_a_stream_aborts_the_rest(tokenizer):
+    backend = Watched()
+    config = GatewayConfig(model="m", max_model_len=20_000, stream_tokens=4)
+    with Gateway(backend, tokenizer, config) as gateway:
+        url = gateway.open_session("gone")
+
+        async def read_two_pieces_and_leave():
+            agent = openai.AsyncOpenAI(base_url=url, api_key=gateway.api_key, max_retries=0)
+            stream = await agent.chat.completions.create(model="m", messages=[USER], stream=True)
+            pieces = [await anext(stream) for _ in range(2)]
+            await stream.close()
+            await agent.close()
+            return pieces
+
+        assert len(asyncio.run(read_two_pieces_and_leave())) == 2
+        assert backend.cancelled.wait(20)
+        # A turn of which the client saw a part only is no turn; what the backend still samples is nobody's.
+        assert gateway.close_session("gone") == []
+
+
 def test_closing_twice_does_no_harm_and_frees_the_port(serve):
     gateway, _ = serve("x")
     url = gateway.url

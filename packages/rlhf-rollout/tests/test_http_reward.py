@@ -1,10 +1,13 @@
 """HTTPReward against real servers on loopback, and every way they can fail."""
 
+import asyncio
+import itertools
 import os
 import threading
+import time
 
 import pytest
-from reward_ground import refusing_url, score, servers, values
+from reward_ground import refusing_url, score, servers, trajectory, values
 from rlhf_core import ConfigError, RewardError, Score
 from rlhf_rollout import EndpointsConfig, HTTPReward, HTTPRewardConfig
 
@@ -78,6 +81,44 @@ def test_passing_faults_are_tried_again(status):
 def test_a_dead_server_leaves_its_share_to_the_others():
     with servers(lengths) as (server,):
         assert values(reward(refusing_url(), server.url, batch_size=1), TEXTS) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_dead_server_does_not_draw_the_retries():
+    """It has the fewest requests in flight, since it refuses at once."""
+    answers = itertools.chain([(500, "later")] * 2, itertools.repeat(None))
+
+    def sometimes(body):
+        time.sleep(0.02)
+        return next(answers) or lengths(body)
+
+    with servers(sometimes) as (server,):
+        asked = reward(refusing_url(), server.url, batch_size=1, attempts=4, backoff_s=0.02)
+        for _ in range(4):
+            assert values(asked, TEXTS * 4) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 4
+
+
+def test_requests_of_all_batches_together_are_bounded():
+    lock, now, most = threading.Lock(), 0, 0
+
+    def counts(body):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+        return lengths(body)
+
+    with servers(counts) as (server,):
+        asked = reward(server.url, batch_size=1, max_in_flight=3)
+
+        async def batches():
+            await asyncio.gather(*(asked.score([trajectory(i)] * 2, ["a"] * 2) for i in range(8)))
+
+        asyncio.run(batches())
+    assert len(server.bodies) == 16
+    assert most <= 3
 
 
 def test_a_stalling_server_is_left_at_the_deadline():

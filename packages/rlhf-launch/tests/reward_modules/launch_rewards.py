@@ -45,3 +45,14 @@ async def digits(completion, prompt, offset=0.0):
 
 def by_turns(completion, turns):
     return float(turns)
+
+
+def kind_of(text):
+    """What a picky function makes of a text: it raises, returns NaN, or judges it."""
+    return ("raises", "nan", "fine", "fine")[sum(text.encode()) % 4]
+
+
+def picky(completion, **columns):
+    if kind_of(completion) == "raises":
+        raise ValueError("this one I cannot judge")
+    return float("nan") if kind_of(completion) == "nan" else 1.0

@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from weakref import WeakKeyDictionary
 
 from rlhf_core import ConfigError, PluginError, RewardError
 
@@ -66,7 +67,8 @@ class EndpointsConfig:
 class Endpoints:
     """The servers of an `EndpointsConfig`. Requests go to the one with the fewest in flight, in turns if equal.
 
-    Needs the extra `http` (httpx, tenacity).
+    A server that fails is left alone for a while, longer with every failure in a row: a dead one has the fewest
+    requests in flight and would get all retries. Needs the extra `http` (httpx, tenacity).
     """
 
     def __init__(self, config: EndpointsConfig, *, name: str) -> None:
@@ -75,6 +77,9 @@ class Endpoints:
         self.name = name
         self._headers = config.all_headers()
         self._in_flight = dict.fromkeys(config.urls, 0)
+        self._failures = dict.fromkeys(config.urls, 0)
+        self._rests_until = dict.fromkeys(config.urls, 0.0)
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._turns = itertools.count()
 
     @asynccontextmanager
@@ -88,17 +93,28 @@ class Endpoints:
         ) as client:
             yield Session(self, client)
 
+    @property
+    def room(self) -> asyncio.Semaphore:
+        """Held by every request of the running event loop, whichever batch it belongs to."""
+        return self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.max_in_flight))
+
     def take(self, avoid: frozenset[str]) -> str:
         """The server for the next attempt, if possible none of `avoid`; hand it back with `release`."""
+        now = time.monotonic()
         turn = next(self._turns)
         urls = self.config.urls[turn % len(self.config.urls) :] + self.config.urls[: turn % len(self.config.urls)]
-        url = min(urls, key=lambda url: (url in avoid, self._in_flight[url]))
+        rests = {url: max(now, self._rests_until[url]) for url in urls}
+        url = min(urls, key=lambda url: (rests[url], url in avoid, self._in_flight[url]))
         self._in_flight[url] += 1
         return url
 
-    def release(self, url: str) -> None:
+    def release(self, url: str, *, failed: bool = False) -> None:
         """The attempt at this server is over."""
         self._in_flight[url] -= 1
+        self._failures[url] = self._failures[url] + 1 if failed else 0
+        if failed:
+            rest_s = min(30.0, self.config.backoff_s * 2 ** min(self._failures[url], 16))
+            self._rests_until[url] = time.monotonic() + rest_s
 
 
 class Session:
@@ -107,7 +123,6 @@ class Session:
     def __init__(self, endpoints: Endpoints, client: Any) -> None:
         self._endpoints = endpoints
         self._client = client
-        self._room = asyncio.Semaphore(endpoints.config.max_in_flight)
 
     async def post(self, body: Any, *, path: str = "", sample_ids: tuple[str, ...] = ()) -> Any:
         """The JSON answer to a JSON body.
@@ -125,7 +140,7 @@ class Session:
             retry=tenacity.retry_if_exception_type(_TryAgain),
             reraise=True,
         )
-        async with self._room:
+        async with self._endpoints.room:
             try:
                 return await retrying(self._attempt, body, path, tried)
             except _TryAgain as error:
@@ -142,16 +157,21 @@ class Session:
         timeout_s = self._endpoints.config.timeout_s
         url = self._endpoints.take(frozenset(tried))
         tried.append(url)
+        failed = True
         try:
             # httpx's time-outs are per read: a server that drips would never reach them.
             answer = await asyncio.wait_for(self._client.post(url + path, json=body), timeout_s)
+            failed = answer.status_code in _AGAIN or answer.status_code >= 500
         except TimeoutError as error:
             raise _TryAgain(f"{url} did not answer within {timeout_s:g} s") from error
         except httpx.TransportError as error:
             raise _TryAgain(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+        except asyncio.CancelledError:
+            failed = False
+            raise
         finally:
-            self._endpoints.release(url)
-        if answer.status_code in _AGAIN or answer.status_code >= 500:
+            self._endpoints.release(url, failed=failed)
+        if failed:
             raise _TryAgain(f"{url} answered {answer.status_code}: {answer.text[:200]!r}")
         if answer.status_code != 200:
             raise _Refused(f"{url} answered {answer.status_code}: {answer.text[:200]!r}")
@@ -162,16 +182,13 @@ class Session:
 
 
 def unreachable(urls: Iterable[str], *, timeout_s: float = 5.0) -> dict[str, str]:
-    """Addresses at which no connection can be made now, with the reason. One behind a proxy is not tried."""
+    """Addresses at which no connection can be made now, with the reason."""
     found = {}
     for url in urls:
         parts = urlsplit(url)
-        host = parts.hostname or ""
-        if getproxies().get(parts.scheme) and not proxy_bypass(host):
-            continue
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((host, port), timeout=timeout_s).close()
+            socket.create_connection((parts.hostname or "", port), timeout=timeout_s).close()
         except OSError as error:
             found[url] = f"{type(error).__name__}: {error}"
     return found
