@@ -154,6 +154,7 @@ def test_rewards_of_several_kinds_with_a_reward_model(config, folder):
     parts = {
         "rm": {"kind": "model", "path": str(folder / "reward"), "weight": 0.5},
         "same": {"kind": "exact"},
+        "steps": {"kind": "steps", "path": str(folder / "reward"), "placeholder": "<|step|>", "separator": "e"},
         "digits": {"kind": "function", "function": "launch_rewards:digits"},
     }
     reward = from_mapping(RewardSection, {"parts": parts}, source="test")
@@ -164,7 +165,10 @@ def test_rewards_of_several_kinds_with_a_reward_model(config, folder):
     for sample in samples:
         found = sample["score_components"]
         assert found["digits/length"] == len(sample["text"])
-        assert sample["score"] == pytest.approx(0.5 * found["rm"] + found["same"] + found["digits"])
+        assert 0 <= found["steps"] <= 1
+        assert found["steps/steps"] >= 0
+        total = 0.5 * found["rm"] + found["same"] + found["steps"] + found["digits"]
+        assert sample["score"] == pytest.approx(total)
     with pytest.raises(ConfigError, match="was begun with reward="):
         run_generation(config, console=QUIET)
 

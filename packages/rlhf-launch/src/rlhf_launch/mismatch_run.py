@@ -47,6 +47,7 @@ def check_mismatch(
     if prompts < 1:
         raise ConfigError(f"--prompts must be at least 1, got {prompts}")
     inputs = check_inputs(config)
+    inputs.reward.close()  # nothing is scored here
     if sampler_model is not None:
         check_model_path(sampler_model, what="--sampler-model")
     sampler_model = sampler_model or config.model.policy
