@@ -95,7 +95,8 @@ def test_prompts_without_use_are_replaced_up_to_a_limit():
     start_all(ledger, 0)
     ledger.filter(0, group(0))
     assert start_all(ledger, 2) == 3
-    ledger.drop(1)
+    ledger.drop(1, "no verdict")
+    assert list(resumed(ledger, ledger.limits).dropped) == [(1, "no verdict")]
     assert start_all(ledger, 3) == 4
     ledger.filter(2, group(2))
     assert ledger.room == 0  # the limit is reached; what is in flight is waited for
@@ -112,9 +113,9 @@ def test_prompts_without_use_are_replaced_up_to_a_limit():
 def test_a_step_with_nothing_at_all_is_empty():
     ledger = Ledger(LedgerLimits(per_step=1, steps=9))
     start_all(ledger, 0)
-    ledger.drop(0)
+    ledger.drop(0, "no verdict")
     start_all(ledger, 1)
-    ledger.drop(1)
+    ledger.drop(1, "no verdict")
     assert ledger.ready
     assert ledger.take() == []
 
@@ -149,7 +150,7 @@ def test_no_order_of_completion_breaks_the_bound_or_loses_a_prompt(seed, per_ste
             position = chance.choice(ledger.in_flight)  # raises if the run is stuck
             outcome = chance.choices(["finish", "filter", "drop"], [8, 1, 1])[0]
             if outcome == "drop":
-                ledger.drop(position)
+                ledger.drop(position, "no verdict")
             else:
                 getattr(ledger, outcome)(position, group(position, 0, 1))
             useless |= {position} if outcome != "finish" else set()

@@ -219,6 +219,7 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
     assert state["ledger"] == {
         "in_flight": [],
         "finished": [],
+        "dropped": [],
         "counts": {"dispatched": 18, "consumed": 18, "filtered": 0, "dropped": 0, "dropped_samples": 0},
     }
     assert state["prompt_position"] == 18

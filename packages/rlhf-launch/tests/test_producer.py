@@ -146,7 +146,9 @@ def test_a_step_that_stays_short_trains_on_what_it_has(start):
 
 
 def test_prompts_without_a_score_are_replaced_and_counted(start):
-    collected = start(reward=ByPrompt(bad={1, 4})).step()
+    run = start(reward=ByPrompt(bad={1, 4}))
+    collected = run.step()
+    assert sorted(run.ledger.dropped) == [(1, "no verdict"), (4, "no verdict")]
     assert numbers(collected.groups) == [0, 2, 3, 5, 6, 7]
     assert collected.counts["prompts/dropped"] == 2
     assert collected.counts["dropped_samples"] == 8

@@ -142,6 +142,7 @@ def _place_roles(
     limit = config.placement.max_restarts
     replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=timeout_s)
     pool.replace_with(replacement)
+    stack.callback(replacement.stop)
     return Roles(
         policy=groups["policy"],
         critic=groups.get("critic"),

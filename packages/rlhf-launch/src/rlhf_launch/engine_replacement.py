@@ -75,6 +75,10 @@ class EngineReplacement:
         self._pool.resume()
         return report
 
+    def stop(self) -> None:
+        """Replace nothing more: the run is over, and whoever still waits for an engine gets an error."""
+        self._left = 0
+
     def _count(self, reason: str) -> bool:
         """Whether one more replacement is allowed.
 

@@ -61,6 +61,8 @@ class Ledger:
         self.step = 0
         self.version = 0
         self.counts: Counter[str] = Counter(dispatched=0, consumed=0, filtered=0, dropped=0, dropped_samples=0)
+        self.dropped: deque[tuple[int, str]] = deque(maxlen=100)
+        """The latest prompts without a score, with the reason."""
         self._again: deque[int] = deque()
         self._in_flight: dict[int, int] = {}
         self._finished: list[_Finished] = []
@@ -109,9 +111,10 @@ class Ledger:
         self._misses += 1
         self._flat = [*self._flat, group][: self.limits.per_step]
 
-    def drop(self, position: int) -> None:
+    def drop(self, position: int, reason: str) -> None:
         """None of a prompt's samples has a score."""
         del self._in_flight[position]
+        self.dropped.append((position, reason))
         self.counts["dropped"] += 1
         self._misses += 1
 
@@ -165,7 +168,12 @@ class Ledger:
                 kept.append({"position": finished.position, "version": finished.version, "group": plain})
             else:
                 again.append(finished.position)
-        return {"in_flight": again, "finished": kept, "counts": dict(self.counts)}
+        return {
+            "in_flight": again,
+            "finished": kept,
+            "dropped": [list(entry) for entry in self.dropped],
+            "counts": dict(self.counts),
+        }
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue before `step`, with the engines at that version."""
@@ -179,5 +187,7 @@ class Ledger:
                 self._finished.append(_Finished(position=item["position"], version=item["version"], group=group))
             else:  # the limits are tighter than before; these samples would come too late
                 self._again.append(item["position"])
+        self.dropped.clear()
+        self.dropped.extend((position, reason) for position, reason in state["dropped"])
         self.counts = Counter(state["counts"])
         self._in_flight, self._misses, self._flat = {}, 0, []

@@ -212,7 +212,7 @@ class Producer:
         ledger.counts["dropped_samples"] += self._config.samples - len(group.trajectories)
         if not group.trajectories:
             _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)
-            ledger.drop(position)
+            ledger.drop(position, reason)
         elif self._config.filter_flat and not group.teaches:
             ledger.filter(position, group)
         else:
