@@ -31,6 +31,7 @@ from rlhf_launch.producer import During, Producer, ProducerConfig
 from rlhf_launch.prompts import PromptStream
 from rlhf_launch.report import Reporter, plot_run
 from rlhf_launch.rewarding import Rewarder, open_reward
+from rlhf_launch.rollout_config import Overlap
 from rlhf_launch.rollout_pool import RolloutPool
 from rlhf_launch.run_state import RunState
 from rlhf_launch.sampling_step import group_sampler
@@ -57,8 +58,11 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     for reason in inputs.components.reasons:
         console.print(f"  {reason}")
+    console.print(f"  reward: {inputs.reward.summary}")
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
     console.print(f"  data: {len(inputs.prompts)} prompts{dropped}, {_held_out(inputs)}")
+    if config.rollout.overlap is not None:
+        console.print(f"  overlap: {_described(config, config.rollout.overlap)}")
     with ExitStack() as stack:
         reporter = stack.enter_context(
             Reporter(folder, steps=config.steps, start=start, tensorboard=config.tensorboard, console=console)
@@ -186,6 +190,12 @@ def open_producer(config: RunConfig, prompts: PromptStream, pool: RolloutPool, r
             timeout_s=config.placement.timeout_s,
         ),
     )
+
+
+def _described(config: RunConfig, overlap: Overlap) -> str:
+    mode = "partial rollouts" if overlap.pause_while_training else "asynchronous"
+    corrections = ", ".join(f"{c.level} {c.mode}" for c in config.recipe.off_policy) or "none"
+    return f"{mode}, at most {overlap.max_staleness} version(s) behind; off-policy correction: {corrections}"
 
 
 def _held_out(inputs: Inputs) -> str:

@@ -118,7 +118,8 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
     with ExitStack() as stack:
         checked = None
         if config.reward is not None:
-            checked = check_reward(config.reward, tokenizer, environment=False)
+            trusted = config.model.trust_remote_code
+            checked = check_reward(config.reward, tokenizer, environment=False, trust_remote_code=trusted)
             stack.callback(checked.close)
             checked.check_columns(prompts, data.prompts, environment=False)
         rows = stack.enter_context(GeneratedRows(Path(config.output), config.settings()))

@@ -48,7 +48,8 @@ def check_inputs(config: RunConfig) -> Inputs:
         load_object(config.rollout.agent.environment, what="rollout.agent.environment")
     tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
     agent = config.rollout.agent is not None
-    reward = check_reward(config.reward, tokenizer, environment=agent)
+    trusted = config.model.trust_remote_code
+    reward = check_reward(config.reward, tokenizer, environment=agent, trust_remote_code=trusted)
     try:
         prompts, held_out, dropped = _prompts(config, tokenizer)
         reward.check_columns(prompts, config.data.prompts, environment=agent)

@@ -66,6 +66,11 @@ class CheckedReward:
                         "part's own setting)"
                     )
 
+    @property
+    def summary(self) -> str:
+        """The parts in a line: name, kind and weight."""
+        return " + ".join(f"{part.weight:g} * {name} ({part.kind})" for name, part in self.parts.items())
+
     def close(self) -> None:
         """End what the ready parts have started."""
         for reward in self.ready.values():
@@ -73,8 +78,16 @@ class CheckedReward:
                 close()
 
 
-def check_reward(section: RewardSection, tokenizer: Any, *, environment: bool) -> CheckedReward:
+def check_reward(
+    section: RewardSection, tokenizer: Any, *, environment: bool, trust_remote_code: bool = False
+) -> CheckedReward:
     """Make every part that needs no engine, and check the others' models.
+
+    Args:
+        section: what the configuration says.
+        tokenizer: the policy's.
+        environment: whether there are episodes in an environment.
+        trust_remote_code: whether a model's directory may bring code for its tokenizer.
 
     Raises:
         ConfigError: a key that is not set, a server that cannot be reached, a model that is not there or has
@@ -89,7 +102,9 @@ def check_reward(section: RewardSection, tokenizer: Any, *, environment: bool) -
         for name, part in parts.items():
             if isinstance(part, ModelPart | StepsPart):
                 check_model_path(part.path, what=f"reward {name!r}")
-                tokenizers[name] = _check_tokenizer(name, part, tokenizer)
+                own = _load_tokenizer(name, part, trust_remote_code=trust_remote_code)
+                _check_vocabulary(name, part, tokenizer, own)
+                tokenizers[name] = own
                 continue
             if isinstance(part, HTTPPart | JudgePart):
                 _check_servers(name, part.endpoints.urls)
@@ -141,21 +156,26 @@ def _check_servers(name: str, urls: Sequence[str]) -> None:
         raise ConfigError(f"reward {name!r}: no server answers at {url} ({reason}); start it, or mend the address")
 
 
-def _check_tokenizer(name: str, part: ModelPart | StepsPart, policy_tokenizer: Any) -> Any:
-    """The model's own tokenizer, if it has one."""
+def _load_tokenizer(name: str, part: ModelPart | StepsPart, *, trust_remote_code: bool) -> Any:
+    """The model's own tokenizer; a reward model on the policy's tokens can do without."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(part.path)
+        return AutoTokenizer.from_pretrained(part.path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        if isinstance(part, StepsPart):
-            raise ConfigError(f"reward {name!r}: no tokenizer can be loaded from {part.path!r}: {error}") from error
-        return None
+        if isinstance(part, ModelPart):
+            return None
+        raise ConfigError(f"reward {name!r}: no tokenizer can be loaded from {part.path!r}: {error}") from error
+
+
+def _check_vocabulary(name: str, part: ModelPart | StepsPart, ours: Any, theirs: Any) -> None:
+    """A reward model reads the policy's tokens; a process reward model is given text."""
+    if not isinstance(part, ModelPart) or theirs is None:
+        return
     probe = "The answer is 42: 6 * 7.\n"
-    ours, theirs = (t(probe, add_special_tokens=False)["input_ids"] for t in (policy_tokenizer, tokenizer))
-    if isinstance(part, ModelPart) and ours != theirs:
+    mine, its = (tokenizer(probe, add_special_tokens=False)["input_ids"] for tokenizer in (ours, theirs))
+    if mine != its:
         raise ConfigError(
             f"reward {name!r}: {part.path!r} has another vocabulary than the policy, whose tokens it would read; "
             "use a reward model of the policy's family, or serve it and use kind: http"
         )
-    return tokenizer
