@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -44,12 +45,18 @@ def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Buck
     # Large tensors that travel alone are mostly sent in place and need no buffer.
     shared = [bucket.nbytes for bucket in buckets if len(bucket.tensors) > 1 or _packing(source, bucket)]
     pending: list[Sending | None] = [None, None]
+    pair: list[Tensor] = []  # of this sync: a GPU's memory is given back at its end
+
+    def buffer(slot: int, nbytes: int) -> Tensor:
+        if not pair or pair[0].numel() < nbytes:
+            pair[:] = sender.buffers(max([nbytes, *shared]))
+        return pair[slot][:nbytes]
+
     for index, bucket in enumerate(buckets):
         slot = index % 2
         if (sending := pending[slot]) is not None:
             sending.wait()
-        size = max([bucket.nbytes, *shared])
-        flat = _filled(source, bucket, sender.device, lambda slot=slot, size=size: sender.buffers(size)[slot])
+        flat = _filled(source, bucket, sender.device, partial(buffer, slot, bucket.nbytes))
         if bucket.checksum:
             seal(manifest, bucket, flat)
         pending[slot] = sender.send(flat, bucket)
@@ -64,7 +71,7 @@ def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Buck
 def _filled(source: WeightSource, bucket: Bucket, device: torch.device, buffer: Callable[[], Tensor]) -> Tensor:
     """The bucket's bytes: in the buffer, or where the source has them."""
     if (packing := _packing(source, bucket)) is not None:
-        flat = buffer()[: bucket.nbytes]
+        flat = buffer()
         packing.pack(bucket, flat)
         return flat
     tensors = source.gather(bucket)
@@ -72,7 +79,7 @@ def _filled(source: WeightSource, bucket: Bucket, device: torch.device, buffer: 
         tensors = list(tensors)
         if (in_place := _in_place(bucket, tensors, device)) is not None:
             return in_place
-    flat = buffer()[: bucket.nbytes]
+    flat = buffer()
     _pack(bucket, tensors, flat)
     return flat
 

@@ -117,10 +117,11 @@ class GroupSender:
             raise WeightSyncError(f"the weight link at {self.link.address} is closed")
         self._syncs += 1
         await_receivers(self._board, self.link, f"sync-{self._syncs}")
+        _settle(self.link, self.device)
 
     def close(self) -> None:
         """See Sender."""
-        self._group = None
+        self._group = _closed(self._group, self.link)
         self._board = None
 
 
@@ -155,6 +156,7 @@ class GroupReceiver:
         note = f"sync-{self._syncs}/{self._rank}"
         try:
             yield from self._receive(buckets)
+            _settle(self._link, self.device)
         except BaseException:
             with contextlib.suppress(WeightSyncError):  # the first cause is on its way up
                 self._board.post(note, LEFT)
@@ -175,8 +177,20 @@ class GroupReceiver:
 
     def close(self) -> None:
         """See Receiver."""
-        self._group = None
+        self._group = _closed(self._group, self._link)
         self._board = None
+
+
+def _settle(link: Link, device: torch.device) -> None:
+    """With NCCL, returning from a wait means that the work is queued. A sync ends when it is done."""
+    if link.kind == "nccl":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _closed(group: Any, link: Link) -> None:
+    """Leave a group. With NCCL, a broadcast that a dead end left unfinished would block the stream for ever."""
+    if link.kind == "nccl" and group is not None:
+        group.abort()
 
 
 @contextlib.contextmanager
