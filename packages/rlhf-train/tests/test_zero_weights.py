@@ -1,5 +1,7 @@
 import pytest
 import torch
+from rlhf_core import LoraConfig, WeightSyncError
+from rlhf_core.adapters import adapted_layers, add_adapters
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import ZeroWeights
 from safetensors.torch import load_file
@@ -21,6 +23,51 @@ def test_names_and_values_are_those_of_the_checkpoint(tmp_path, tied):
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)
     assert {spec.name: spec.shape for spec in manifest.tensors} == {n: tuple(t.shape) for n, t in stored.items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
+def test_adapters_travel_merged_under_the_names_of_the_checkpoint(tmp_path, tied, bucket_bytes):
+    from transformers import AutoModelForCausalLM
+
+    save_tiny_model(tmp_path, tied=tied)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    add_adapters(model, LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")), seed=3, extra="")
+    updates = {}
+    for name, layer in adapted_layers(model).items():
+        with torch.no_grad():
+            layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(len(name)))
+        updates[f"{name}.weight"] = 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    assert len(updates) == 2 * model.config.num_hidden_layers
+    _, found = gathered(model, bucket_bytes)
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        expected = tensor + updates[name] if name in updates else tensor
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6 if name in updates else 0)
+
+
+def test_tied_embeddings_travel_once_and_a_value_head_only_with_its_model(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    save_tiny_model(tmp_path)
+    names = {spec.name for spec in ZeroWeights(AutoModelForCausalLM.from_pretrained(tmp_path)).manifest(1).tensors}
+    assert "model.embed_tokens.weight" in names
+    assert not names & {"lm_head.weight", "score.weight"}
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    assert {spec.name for spec in ZeroWeights(critic).manifest(1).tensors} - names == {"score.weight"}
+
+
+def test_only_rank_0_can_send(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    save_tiny_model(tmp_path)
+    source = ZeroWeights(AutoModelForCausalLM.from_pretrained(tmp_path))
+    (bucket,) = source.manifest(1, bucket_bytes=1 << 30).buckets()
+    for rank, flat in ((1, torch.empty(bucket.nbytes, dtype=torch.uint8)), (0, None)):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        with pytest.raises(WeightSyncError, match=f"leave by training rank 0, but rank {rank}"):
+            source.pack(bucket, flat)
 
 
 def test_fused_experts_travel_as_the_checkpoint_has_them(tmp_path):

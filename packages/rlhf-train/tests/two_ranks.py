@@ -215,11 +215,17 @@ class Checks(FeatureChecks, ModelChecks):
     def weights_over_gloo(self) -> dict[str, Any]:
         """Rank 0 sends, a thread of rank 1 receives into an ordinary model."""
         found = {}
-        for stage in (1, 3):
-            engine = self.start("untied", options={"stage": stage})
+        cases: dict[str, dict[str, Any]] = {
+            "1": {"stage": 1},
+            "3": {"stage": 3},
+            "3 kept whole": {"stage": 3, "param_persistence_threshold": 100_000},
+            "3 with adapters": {"stage": 3, "lora": {"rank": 4, "target_modules": ["q_proj", "up_proj"]}},
+        }
+        for case, options in cases.items():
+            engine = self.start("untied", options=options)
             engine.step(share(whole_batch(0), self.rank), NLL)
             expected = full_weights(engine)
-            source = engine.weights()
+            source: Any = engine.weights()
             manifest = source.manifest(1, bucket_bytes=20_000)
             sender = open_sender("gloo", receivers=1, timeout_s=60) if self.rank == 0 else None
             link = engine.ranks.gather(sender.link if sender else None)[0]
@@ -240,7 +246,8 @@ class Checks(FeatureChecks, ModelChecks):
             if self.rank == 1:
                 thread.join(60)
             everyone = engine.ranks.gather(gap(received, expected) if self.rank == 1 else None)
-            found[str(stage)] = {"gap": everyone[1], "buckets": len(manifest.buckets())}
+            packed = [source.packs(bucket) for bucket in manifest.buckets()]
+            found[case] = {"gap": everyone[1], "buckets": len(packed), "packed": sum(packed)}
             if sender is not None:
                 sender.close()
             engine.close()

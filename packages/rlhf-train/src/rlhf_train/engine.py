@@ -91,6 +91,7 @@ class DeepSpeedEngine:
         """Whether rows run unpadded, with shared prompts run once."""
         self._sequence = self._sequence_group()
         self._average = self._start_average()
+        self._weights: ZeroWeights | None = None
         self._last_outputs: dict[str, Tensor] = {}
         self._progress = Progress()
         self._reports = StepReports(config, self.ranks)
@@ -270,7 +271,9 @@ class DeepSpeedEngine:
 
     def weights(self) -> WeightSource:
         """See TrainEngine. All ranks take part in `send_weights`; only one has a sender."""
-        return ZeroWeights(self.model)
+        if self._weights is None:
+            self._weights = ZeroWeights(self.model)
+        return self._weights
 
     def adapter_weights(self) -> WeightSource:
         """The adapters alone, for receivers that hold the weights that this engine was loaded with.
@@ -352,4 +355,5 @@ class DeepSpeedEngine:
         self._deepspeed = None
         self._module = None
         self._average = None
+        self._weights = None
         self._last_outputs = {}
