@@ -254,6 +254,24 @@ def test_asynchronous_training_over_a_resume(run, tmp_path):
     assert all(0 < row["off_policy_weight"] <= 2 for row in rows)
 
 
+def test_a_generator_killed_during_training_is_replaced_by_the_sync(run, tmp_path):
+    import ray
+
+    other, version = overlapping(run, tmp_path, steps=3, max_staleness=1)
+    with contextlib.closing(other.producer) as producer:
+        collected = producer.collect()
+        with run.roles.replacement.held_off():
+            ray.kill(run.roles.pool._handles[0]._actor)  # the only one, with samples under way
+            train_on(other, collected, version, PhaseClock())
+            assert run.roles.replacement.sync(version + 1).version == version + 1
+            producer.go_on(version + 1)
+        other.state.step = version + 1
+        train(other)
+        assert producer.ledger.counts["consumed"] == producer.ledger.counts["dispatched"] == 3 * 6
+    assert run.roles.pool.weight_versions() == [version + 3]
+    assert mismatch(run, "replaced by the sync") < 1e-4
+
+
 def test_more_workers_than_the_cluster_has_are_refused(run, folder, tmp_path):
     wanted = settings(folder, tmp_path / "large")
     wanted["train"] |= {"ranks": 500, "prompts_per_step": 1000}
