@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import (
@@ -29,7 +30,7 @@ from rlhf_core import (
 from rlhf_rollout.vllm_engine import build_engine, shut_down_engine, steps_in_flight
 from rlhf_rollout.vllm_loop import EngineLoop
 from rlhf_rollout.vllm_options import engine_arguments, prepare_process, process_environment, worker_count
-from rlhf_rollout.vllm_requests import generation_result, sampling_params
+from rlhf_rollout.vllm_requests import engine_prompt, generation_result, sampling_params
 from rlhf_rollout.vllm_sync import EngineWeights
 from rlhf_rollout.vllm_workers import WorkerWatch, on_workers
 
@@ -72,6 +73,12 @@ class VLLMBackend:
             drain=steps_in_flight,
             cause=watch.cause,
         )
+        model = self._loop.call(lambda engine: engine.model_config).result()
+        self._image_token_id = getattr(model.hf_config, "image_token_id", None)
+        self._capabilities = replace(self._capabilities, images=model.is_multimodal_model)
+        if getattr(model.hf_config, "quantization_config", None):
+            # The names and shapes of its weights are those of codes and scales, which no trainer has.
+            self._capabilities = replace(self._capabilities, transports=frozenset(), partial_sync="none")
         self._close = weakref.finalize(self, self._loop.stop)
 
     @property
@@ -90,7 +97,7 @@ class VLLMBackend:
         A sample also ends, with `finish_reason="length"`, where prompt and response fill `max_model_len`.
         """
         params = sampling_params(request, self._config, self._capabilities)
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        prompt = engine_prompt(request, self._image_token_id)
         output = await asyncio.wrap_future(self._loop.generate(prompt, params, self._lora_request))
         return generation_result(request, output)
 
@@ -110,10 +117,10 @@ class VLLMBackend:
             DeadlineExceeded: the sender did not accept in time.
         """
         if link.kind not in self._capabilities.transports:
+            usable = ", ".join(sorted(self._capabilities.transports)) or "none: its checkpoint is quantised"
             raise CapabilityError(
-                f"the vllm backend on {self._config.device} with {self._capabilities.receivers} worker(s) "
-                f"cannot join a {link.kind!r} link; use one of "
-                f"{', '.join(sorted(self._capabilities.transports))}"
+                f"the vllm backend on {self._config.device} with {self._capabilities.receivers} worker(s) cannot "
+                f"join a {link.kind!r} link; use one of {usable}"
             )
         await self._call(lambda engine: self._weights.connect(engine, link, rank))
 

@@ -85,6 +85,7 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
             installed vLLM was not built for.
     """
     _check_options(config)
+    _check_speculation(config)
     _check_device(config)
     arguments: dict[str, Any] = {name: getattr(config, name) for name in _FROM_CONFIG}
     arguments |= {
@@ -124,6 +125,16 @@ def _check_options(config: RolloutConfig) -> None:
     if config.options.get("enable_lora") and config.options.get("sleep_level", 1) == 2:
         raise ConfigError(
             "rollout option sleep_level=2 drops the weights that adapters (enable_lora) belong to; use level 1"
+        )
+
+
+def _check_speculation(config: RolloutConfig) -> None:
+    speculation = config.options.get("speculative_config") or {}
+    method = speculation.get("rejection_sample_method", "standard")
+    if method == "synthetic":
+        raise ConfigError(
+            "rollout option speculative_config: rejection_sample_method 'synthetic' keeps draft tokens that the "
+            "policy did not draw, so their log-probs mean nothing; use 'standard'"
         )
 
 

@@ -56,16 +56,42 @@ def sampling_params(
     )
 
 
+def engine_prompt(request: GenerationRequest, image_token_id: int | None) -> dict[str, Any]:
+    """What vLLM takes as prompt.
+
+    Args:
+        request: with images or without.
+        image_token_id: stands for an image in the prompt, if it is known.
+
+    Raises:
+        CapabilityError: the prompt has not one placeholder for each image.
+    """
+    tokens = list(request.prompt_token_ids)
+    if not request.images:
+        return {"type": "token", "prompt_token_ids": tokens}
+    found = len(request.images) if image_token_id is None else tokens.count(image_token_id)
+    if found != len(request.images):
+        raise CapabilityError(
+            f"request {request.request_id!r}: {len(request.images)} images, but the prompt has the image token "
+            f"{image_token_id} {found} times; write it once for each image, as chat templates do: vLLM repeats it"
+        )
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": list(request.images)}}
+
+
 def _check(request: GenerationRequest, config: RolloutConfig, capabilities: BackendCapabilities) -> None:
     sampling = request.sampling
     if request.images and not capabilities.images:
-        raise CapabilityError(
-            f"request {request.request_id!r}: this backend passes no images to vLLM; send text alone"
-        )
+        raise CapabilityError(f"request {request.request_id!r}: {config.model} reads no images; send text alone")
     if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
         raise CapabilityError(
             f"request {request.request_id!r}: vLLM samples at no temperature between 0 and "
             f"{_LOWEST_TEMPERATURE}, got {sampling.temperature}; use 0 for greedy decoding"
+        )
+    if config.device == "cpu" and config.options.get("speculative_config") and sampling.temperature > 0:
+        # Its stand-in for the kernel that deals out each request's temperature casts to integers and loses it.
+        raise CapabilityError(
+            f"request {request.request_id!r}: vLLM's CPU build loses the temperature of draft tokens, so that with "
+            "speculative_config only greedy decoding (temperature 0) is right; leave that option out to sample"
         )
     if sampling.stop and not capabilities.stop_strings:
         raise CapabilityError(
