@@ -82,3 +82,19 @@ def test_a_function_that_is_not_there_is_a_mistake_of_the_user(child_path):
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="workers"):
         ProcessRewardConfig(function="a:b", workers=0)
+
+
+def test_a_worker_prepares_outside_the_deadline(child_path):
+    config = ProcessRewardConfig(
+        function="faulty_rewards:prepared", prepare="faulty_rewards:prepare", timeout_s=2.0
+    )
+    made = ProcessReward(config)
+    try:
+        assert made.check() == frozenset()
+        assert values(made, ["a"]) == [7.0]
+    finally:
+        made.close()
+    broken = ProcessReward(ProcessRewardConfig(function="faulty_rewards:faulty", prepare="faulty_rewards:nothing"))
+    with pytest.raises(PluginError, match="no attribute 'nothing'"):
+        broken.check()
+    broken.close()

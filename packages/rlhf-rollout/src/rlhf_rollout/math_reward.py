@@ -73,6 +73,11 @@ def check_math_verify() -> None:
         raise PluginError("the reward `math` needs the math-verify library: install rlhf-rollout[math]")
 
 
+def load_math_verify() -> None:
+    """Load the library and what it loads at its first comparison: seconds that belong to no sample."""
+    math_answer("\\boxed{\\frac{1}{2}}", "0.5")
+
+
 @lru_cache(maxsize=1)
 def _math_verify() -> tuple[Any, Any]:
     """math-verify's `verify` and `parse`; loaded on first use, since it needs an extra."""

@@ -34,6 +34,9 @@ class ProcessRewardConfig:
     """Further keyword arguments of the function."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Parameter of the function: the data's column that it takes, where their names differ."""
+    prepare: str | None = None
+    """`module:function` without arguments that every worker calls before its first batch, outside the deadline: to
+    load what takes long."""
     timeout_s: float = 60.0
     """Deadline of one batch, from the moment that a worker takes it."""
     workers: int = 1
@@ -138,7 +141,7 @@ class _Worker:
     def __init__(self) -> None:
         # A session of its own, so that killing it kills what the function has started too.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_rollout.reward_worker"],
+            [sys.executable, "-c", "from rlhf_rollout.reward_worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -177,6 +180,7 @@ def _start(config: ProcessRewardConfig, name: str) -> tuple[_Worker, frozenset[s
     """A worker that has imported the function, and the columns that it needs."""
     worker = _Worker()
     setup = {
+        "prepare": config.prepare,
         "function": config.function,
         "options": dict(config.options),
         "columns": dict(config.columns),

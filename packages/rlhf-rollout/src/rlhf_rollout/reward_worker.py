@@ -1,4 +1,4 @@
-"""The program of a reward's worker process: `python -m rlhf_rollout.reward_worker`. `process_reward` starts it.
+"""The program of a reward's worker process, which `process_reward` starts.
 
 Messages are pickles with their length in front, on the pipes that were standard input and output; what the
 function prints goes to standard error. Both ends are the same user's processes on one machine.
@@ -41,12 +41,16 @@ def read_message(pipe: BinaryIO) -> Any:
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Make the reward that the first message describes, then score batches until the pipe ends."""
-    from rlhf_core import RewardError
+    from rlhf_core import RewardError, load_object
 
     from rlhf_rollout.python_reward import PythonReward
 
     try:
-        reward = PythonReward(**read_message(source))
+        setup = read_message(source)
+        prepare = setup.pop("prepare")
+        reward = PythonReward(**setup)
+        if prepare is not None:
+            load_object(prepare, what="prepare")()
     except Exception as error:
         write_message(target, ("refused", f"{type(error).__name__}: {error}", ()))
         return
@@ -71,7 +75,3 @@ def main() -> None:
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
     serve(source, target)
-
-
-if __name__ == "__main__":
-    main()

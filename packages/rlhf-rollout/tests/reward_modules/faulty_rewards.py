@@ -21,3 +21,17 @@ def faulty(completions: list[str], *, pid_file: str = "", scale: float = 1.0) ->
     if "too few" in completions:
         return [1.0] * (len(completions) - 1)
     return [float("nan") if text == "nan" else scale * len(text) for text in completions]
+
+
+LOADED = []
+
+
+def prepare() -> None:
+    """Takes longer than the deadline of a batch."""
+    time.sleep(2.5)
+    LOADED.append(7.0)
+
+
+def prepared(completions: list[str]) -> list[float]:
+    """What was loaded."""
+    return LOADED * len(completions)
