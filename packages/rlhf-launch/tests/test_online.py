@@ -10,8 +10,10 @@ import types
 import pytest
 import torch
 import yaml
+from rlhf_algos.config_files import from_mapping
 from rlhf_core import ConfigError, RewardError
 from rlhf_launch.assemble import open_producer, run_online
+from rlhf_launch.config import RunConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -27,13 +29,8 @@ def without_times(rows):
     return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
 
 
-@pytest.fixture(scope="module")
-def grpo(folder, tmp_path_factory):
-    """One finished GRPO run with a KL penalty; the tests look at what it left."""
-    from rlhf_algos.config_files import from_mapping
-    from rlhf_launch.config import RunConfig
-
-    settings = {
+def grpo_settings(folder, output_dir):
+    return {
         "model": {"policy": str(folder / "policy")},
         "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 4, "max_prompt_tokens": 16},
         "reward": {"function": "launch_rewards:share_of_alphanumerics"},
@@ -41,16 +38,34 @@ def grpo(folder, tmp_path_factory):
         "rollout": {"backend": "transformers", "samples_per_prompt": 8, "sampling": {"max_tokens": 8}},
         "train": {"engine": "torch", "prompts_per_step": 8, "optimizer": {"learning_rate": 3e-3}},
         "placement": {"executor": "local", "device": "cpu"},
-        "output_dir": str(tmp_path_factory.mktemp("grpo") / "run"),
+        "output_dir": str(output_dir),
         "steps": 12,
         "checkpoint_every": 4,
     }
+
+
+@pytest.fixture(scope="module")
+def grpo(folder, tmp_path_factory):
+    """One finished GRPO run with a KL penalty; the tests look at what it left."""
+    settings = grpo_settings(folder, tmp_path_factory.mktemp("grpo") / "run")
     return run_online(from_mapping(RunConfig, settings, source="test"))
 
 
+def rise(run):
+    rewards = [row["reward"] for row in read_rows(run)]
+    return (sum(rewards[-3:]) - sum(rewards[:3])) / 3
+
+
 def test_the_reward_rises(grpo):
-    rewards = [row["reward"] for row in read_rows(grpo)]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
+    assert rise(grpo) > 0.05
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_the_reward_rises_with_stale_samples_too(folder, make_config, tmp_path, paused):
+    overlap = {"max_staleness": 2, "pause_while_training": paused}
+    run = run_online(make_config(grpo_settings(folder, tmp_path / "run"), rollout__overlap=overlap))
+    assert sum(row["staleness/mean"] for row in read_rows(run)) > 6
+    assert rise(run) > 0.05
 
 
 def test_every_step_reports_what_a_user_looks_at(grpo):
