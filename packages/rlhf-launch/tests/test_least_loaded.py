@@ -1,3 +1,5 @@
+import threading
+
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_launch.least_loaded import LeastLoaded
@@ -26,3 +28,24 @@ def test_the_heap_does_not_grow_without_end():
     for _ in range(10_000):
         engines.give_back(engines.take(2), 2)
     assert len(engines._heap) < 100
+
+
+def test_threads_may_share_it():
+    engines = LeastLoaded(4)
+
+    def work():
+        for _ in range(2000):
+            engines.give_back(engines.take(1), 1)
+
+    def lose_and_admit():
+        for _ in range(500):
+            engines.leave_out(3)
+            engines.admit(3)
+
+    threads = [threading.Thread(target=run) for run in (work, work, work, lose_and_admit)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [engines.load(engine) for engine in range(4)] == [0, 0, 0, 0]
+    assert {engines.take(1) for _ in range(4)} == {0, 1, 2, 3}  # none was forgotten
