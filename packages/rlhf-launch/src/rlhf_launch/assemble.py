@@ -58,7 +58,7 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     for reason in inputs.components.reasons:
         console.print(f"  {reason}")
-    console.print(f"  reward: {inputs.reward.summary}")
+    console.print(f"  reward: {inputs.reward.summary}", soft_wrap=True)
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
     console.print(f"  data: {len(inputs.prompts)} prompts{dropped}, {_held_out(inputs)}")
     if config.rollout.overlap is not None:
