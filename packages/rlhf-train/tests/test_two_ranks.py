@@ -53,7 +53,8 @@ def test_weights_arrive_over_gloo(measured, case):
     assert found["gap"] == 0
     assert found["buckets"] > 2
     # Shards go straight into the buffer; what is made of more than one tensor is gathered.
-    assert found["packed"] == (0 if case == "1" else found["buckets"])
+    packed = found["packed"]
+    assert packed == 0 if case == "1" else packed > 2 if "adapters" in case else packed == found["buckets"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

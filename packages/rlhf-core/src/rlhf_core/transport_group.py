@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -92,6 +93,7 @@ class GroupSender:
         self._buffers = _Buffers(device)
         self._group: Any = None
         self._syncs = 0
+        self._under_way: WeakSet[_Sending] = WeakSet()
 
     def accept(self) -> None:
         """See Sender."""
@@ -109,7 +111,9 @@ class GroupSender:
         if self._group is None:
             raise WeightSyncError(f"the weight link at {self.link.address} is closed or not accepted yet")
         with _failing(self.link, "sending weights"):
-            return _Sending(self._group.broadcast(flat, 0), self.link)
+            sending = _Sending(self._group.broadcast(flat, 0), self.link)
+        self._under_way.add(sending)
+        return sending
 
     def finish(self) -> None:
         """See Sender. Small buckets lie in the sockets' buffers, so that sending them proves nothing."""
@@ -121,18 +125,23 @@ class GroupSender:
 
     def close(self) -> None:
         """See Sender."""
+        for sending in self._under_way:
+            sending.work = None
         self._group = _closed(self._group, self.link)
         self._board = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Sending:
     work: Any
+    """None after closing: an error's traceback holds this object, and with it the group and its connections."""
     link: Link
 
     def wait(self) -> None:
         # With NCCL this only orders CUDA streams. The buffer is reused by copies on this very stream, so no host
         # synchronisation is needed.
+        if self.work is None:
+            raise WeightSyncError(f"the weight link at {self.link.address} is closed")
         with _failing(self.link, "sending weights"):
             self.work.wait()
 
