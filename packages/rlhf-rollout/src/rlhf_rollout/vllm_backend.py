@@ -159,14 +159,17 @@ class VLLMBackend:
 
 
 def _start(arguments: dict[str, Any], watch: WorkerWatch) -> LLMEngine:
-    engine = build_engine(arguments)
-    watch.begin(engine)
-    if arguments.get("enable_lora"):
-        failure = on_workers(engine, "rlhf_empty_adapter", timeout_s=_START_S)
-        if failure is not None:
-            shut_down_engine(engine)
-            raise EngineDiedError(f"the vLLM engine did not start: {failure[0]}: {failure[1]}")
-    return engine
+    def prepare(engine: LLMEngine) -> None:
+        watch.begin(engine)
+        methods = {
+            "rlhf_prepare_stage": arguments.get("pipeline_parallel_size", 1) > 1,
+            "rlhf_empty_adapter": arguments.get("enable_lora"),
+        }
+        for method in (method for method, needed in methods.items() if needed):
+            if (failure := on_workers(engine, method, timeout_s=_START_S)) is not None:
+                raise EngineDiedError(f"{failure[0]}: {failure[1]}")
+
+    return build_engine(arguments, prepare)
 
 
 def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCapabilities:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import ConfigError, EngineDiedError
@@ -35,8 +35,8 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def build_engine(arguments: dict[str, Any]) -> LLMEngine:
-    """Load a model and sample one token with it. Run it on the thread that will step the engine.
+def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]) -> LLMEngine:
+    """Load a model, prepare its workers and sample one token. Run it on the thread that will step the engine.
 
     Raises:
         ConfigError: vLLM refuses the model or a setting.
@@ -56,6 +56,7 @@ def build_engine(arguments: dict[str, Any]) -> LLMEngine:
         with _random_state_kept():
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
             engine.set_weight_version("0")
+            prepare(engine)
             _sample_one_token(engine)
     except Exception as error:
         if engine is not None:
