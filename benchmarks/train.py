@@ -12,10 +12,11 @@ Every case runs in a process of its own, one rank, one thread, float32, on the s
 - `packed`: the default. Rows run unpadded and prompts that rows share run once.
 
 Times are CPU seconds, so that other work on the machine counts less, and the first update is left out. Tokens are
-those of the data, padding not counted. Peak memory is the highest resident memory during an update, above that of
-the process before its engines. The last table needs no model: how much longer the slowest of several ranks has to
-work than their mean, rows dealt as they arrive and as rlhf-launch deals them. The exit code is 1 if `packed` is not
-`--target` times as fast as `padded`.
+those of the data, padding not counted. `fixed` is what no cut changes: the seconds of both steps on a single row of
+two tokens, so the optimizers and the calls around them. Peak memory is the highest resident memory during an
+update, above that of the process before its engines. The last table needs no model: how much longer the slowest of
+several ranks has to work than their mean, rows dealt as they arrive and as rlhf-launch deals them. The exit code is
+1 if `packed` is not `--target` times as fast as `padded`.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
     from rlhf_train import DeepSpeedEngine
 
     batch = make_batch(args.lengths, args.samples_per_prompt, args.vocab, args.seed)
-    fixed = args.case == "padded"
-    if fixed:
+    by_rows = args.case == "padded"
+    if by_rows:
         batch = replace(batch, rows_per_unit=args.micro_rows)
     start = resident("VmRSS")
     engines = {
@@ -127,7 +128,7 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
                 model=str(args.model),
                 role=role,
                 optimizer=OptimizerConfig(),
-                max_tokens_per_micro_batch=1 if fixed else args.max_tokens,
+                max_tokens_per_micro_batch=1 if by_rows else args.max_tokens,
                 seed=args.seed,
                 options={"stage": args.stage, "packing": args.case == "packed"},
             )
@@ -144,13 +145,36 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(engines["policy"].step(ready, Loss(function=policy_loss)).loss)
         engines["critic"].step(ready, Loss(function=value_loss, outputs=("values",)))
         seconds.append(time.process_time() - begin)
+    fixed = [fixed_seconds(engines, ready) for _ in range(3)]
     peaks = [peak for engine in engines.values() for peak in engine.memory_report().peaks.values()]
     return {
         "seconds": statistics.median(seconds[1:]),
+        "fixed": statistics.median(fixed),
         "tokens": batch.tokens,
         "peak_bytes": max(peaks) - start,
         "first_loss": losses[0],
     }
+
+
+def fixed_seconds(engines: dict[str, Any], batch: Any) -> float:
+    """CPU seconds of a step of both engines on two tokens."""
+    from dataclasses import replace
+
+    import torch
+    from rlhf_core import Loss
+
+    begin = time.process_time()
+    tiny = replace(
+        batch,
+        token_ids=batch.token_ids[:1, :2],
+        attention_mask=torch.ones(1, 2, dtype=torch.bool),
+        response_mask=torch.tensor([[False, True]]),
+        columns={name: column[:1, :2] for name, column in batch.columns.items()},
+        rows_per_unit=1,
+    )
+    engines["policy"].step(tiny, Loss(function=policy_loss))
+    engines["critic"].step(tiny, Loss(function=value_loss, outputs=("values",)))
+    return time.process_time() - begin
 
 
 def resident(name: str) -> int:
@@ -244,11 +268,11 @@ def main() -> None:
         print(json.dumps(run_case(args)))
         return
     found = measure(args)
-    print(f"{'case':>8} {'seconds':>9} {'tokens/s':>9} {'peak MiB':>9} {'speed':>7} {'memory':>7}")
+    print(f"{'case':>8} {'seconds':>9} {'tokens/s':>9} {'fixed':>7} {'peak MiB':>9} {'speed':>7} {'memory':>7}")
     padded = found["padded"]
     for case, one in found.items():
         print(
-            f"{case:>8} {one['seconds']:>9.2f} {one['tokens'] / one['seconds']:>9.0f} "
+            f"{case:>8} {one['seconds']:>9.2f} {one['tokens'] / one['seconds']:>9.0f} {one['fixed']:>7.2f} "
             f"{one['peak_bytes'] / 2**20:>9.0f} {padded['seconds'] / one['seconds']:>6.2f}x "
             f"{one['peak_bytes'] / padded['peak_bytes']:>6.2f}x"
         )

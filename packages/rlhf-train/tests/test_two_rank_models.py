@@ -41,3 +41,10 @@ def test_recorded_experts_are_chosen_again(measured, kind):
         assert found["routers"] > 0, "the routers' weights have gradients"
         assert found["stages"] < 1e-6
         assert found["without"] > 1e-4
+
+
+def test_two_engines_with_secondary_shards(measured):
+    found = measured["secondary_shards"]
+    assert found["gap"] < 1e-6
+    assert found["norm"] > 0
+    assert found["values"] == 0, "a fresh critic"

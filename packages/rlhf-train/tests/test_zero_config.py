@@ -120,6 +120,21 @@ def test_compilation_needs_cuda():
     assert settings(device="cuda", deep_compile=True)["compile"] == {"deepcompile": True}
 
 
+def test_what_deep_compile_cannot_have():
+    config = EngineConfig(model="m", device="cuda", optimizer=OptimizerConfig())
+    with pytest.raises(ConfigError, match="needs stage 1 or 3"):
+        check_compatible(config, ZeroConfig(deep_compile=True, stage=2))
+    with pytest.raises(ConfigError, match=r"no 4-bit weights.*lora\.quantize nf4"):
+        check_compatible(config, ZeroConfig(deep_compile=True, lora=LoraConfig(quantize="nf4")))
+
+
+def test_what_is_not_combined():
+    with pytest.raises(ConfigError, match="does not work with 4-bit weights"):
+        ZeroConfig.from_options({"zero_hpz_partition_size": 2, "lora": {"quantize": "nf4"}})
+    with pytest.raises(ConfigError, match="routing_replay does not work with sequence_parallel_size"):
+        ZeroConfig(routing_replay=True, sequence_parallel_size=2)
+
+
 def test_freeze_patterns_are_read_from_a_list_or_one_string():
     assert ZeroConfig.from_options({"freeze": ["a.*", "b.*"]}).freeze == ("a.*", "b.*")
     assert ZeroConfig.from_options({"freeze": "a.*"}).freeze == ("a.*",)

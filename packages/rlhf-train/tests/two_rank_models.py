@@ -152,3 +152,18 @@ class ModelChecks:
                 }
                 other.close()
         return found
+
+    def secondary_shards(self) -> dict[str, Any]:
+        """ZeRO++'s second copy of the shards, for a policy and a critic in one process, against plain torch."""
+        batches = [samples(step) for step in range(2)]
+        expected = plain_steps(self.work / "untied", batches, NLL, smooth_adam)
+        options = {"stage": 3, "zero_hpz_partition_size": 2}
+        policy, critic = self.start("untied", options=options), self.start("untied", role="critic", options=options)
+        values = [critic.score(half(batches[0], self.rank), ("values",)).values]
+        for batch in batches:
+            report = policy.step(half(batch, self.rank), NLL)
+        found = {"gap": gap(weights_of(policy), expected), "norm": report.grad_norm}
+        found["values"] = float(values[0].abs().max())
+        policy.close()
+        critic.close()
+        return found

@@ -96,7 +96,7 @@ class AverageWeights:
 
 def release_gathered(optimizer: Any) -> None:
     """Drop all full copies of sharded parameters, as ZeRO-3 does before it changes the shards in a step."""
-    if hasattr(optimizer, "persistent_parameters"):
+    if hasattr(optimizer, "_partition_all_parameters"):
         optimizer._partition_all_parameters()
 
 

@@ -40,7 +40,7 @@ from rlhf_train.memory import MemoryReport, PhaseMemory
 from rlhf_train.models import load_model
 from rlhf_train.offload import move_engine
 from rlhf_train.optimizers import build_optimizer, set_learning_rate, trained_elements
-from rlhf_train.process_group import TrainingRanks, join_training_ranks
+from rlhf_train.process_group import TrainingRanks, join_training_ranks, open_secondary_shards
 from rlhf_train.reward_scale import RewardScale, measured_scale
 from rlhf_train.role_model import RoleModel, release_engine
 from rlhf_train.sequence_parallel import SequenceGroup, own_rows
@@ -75,6 +75,8 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda", self.ranks.info.local_rank) if on_cuda else torch.device("cpu")
         settings = deepspeed_config(config, zero, world_size=self.ranks.size)
         sharded = zero.stage == 3
+        if zero.zero_hpz_partition_size > 1:
+            open_secondary_shards(self.ranks, zero.zero_hpz_partition_size)
         model = load_model(config, settings if sharded else None, quantize=zero.quantize)
         if zero.lora is not None and config.optimizer is not None:
             add_adapters(model, zero.lora, seed=config.seed, extra="rlhf-train[lora]")
@@ -291,8 +293,10 @@ class DeepSpeedEngine:
     def offload(self) -> None:
         """See TrainEngine."""
         if self.device.type == "cuda" and not self._offloaded:
-            move_engine(self._deepspeed, self._module, torch.device("cpu"))
+            with self.memory.phase("offload"):
+                move_engine(self._deepspeed, self._module, torch.device("cpu"))
             self._offloaded = True
+            self.memory.note_offloaded()
 
     def reload(self) -> None:
         """See TrainEngine."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_PARTS = ("parameters", "gradients", "optimizer", "average", "resident", "device")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
@@ -27,7 +29,25 @@ class MemoryReport:
     resident: int
     """Resident host memory of the process now."""
     peaks: Mapping[str, int] = field(default_factory=dict)
-    """Highest use during each phase (`step`, `score`): accelerator memory on CUDA, resident memory on the CPU."""
+    """Highest use during each phase (`step`, `score`, `offload`): accelerator memory on CUDA, resident memory on
+    the CPU."""
+    device: int = 0
+    """Accelerator memory in use now, of all that this process holds there; 0 on the CPU."""
+    after_offload: int | None = None
+    """Accelerator memory that stayed in use after the last `offload`; None if there was none."""
+
+    def metrics(self, prefix: str = "memory") -> dict[str, float]:
+        """All numbers in GiB under flat names, for a log.
+
+        >>> one = MemoryReport(parameters=1 << 30, gradients=0, optimizer=0, average=0, resident=0)
+        >>> one.metrics("policy")["policy/parameters_gib"]
+        1.0
+        """
+        parts = {name: getattr(self, name) for name in _PARTS}
+        parts |= {f"peak_{phase}": peak for phase, peak in self.peaks.items()}
+        if self.after_offload is not None:
+            parts["after_offload"] = self.after_offload
+        return {f"{prefix}/{name}_gib": value / 2**30 for name, value in parts.items()}
 
 
 class PhaseMemory:
@@ -36,6 +56,7 @@ class PhaseMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.peaks: dict[str, int] = {}
+        self._after_offload: int | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -45,6 +66,13 @@ class PhaseMemory:
             yield
         finally:
             self.peaks[name] = max(self._peak(), self.peaks.get(name, 0))
+
+    def note_offloaded(self) -> None:
+        """Call it when everything that can be was moved off the accelerator."""
+        self._after_offload = self._in_use()
+
+    def _in_use(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def report(self, engine: Any, module: nn.Module, average: Any) -> MemoryReport:
         """Count the tensors of an engine (`engine` is DeepSpeed's, or None for a plain frozen model)."""
@@ -56,6 +84,8 @@ class PhaseMemory:
             average=0 if average is None else average.bytes,
             resident=_status("VmRSS"),
             peaks=dict(self.peaks),
+            device=self._in_use(),
+            after_offload=self._after_offload,
         )
 
     def _reset(self) -> None:

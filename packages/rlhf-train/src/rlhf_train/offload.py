@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_train.averaging import release_gathered
+
 
 def move_engine(engine: Any, model: nn.Module, device: torch.device) -> None:
     """Move parameters, optimizer state and master weights to `device` (the host to offload, else back).
 
     `engine` is DeepSpeed's, or None for a plain frozen model.
     """
+    if device.type == "cpu":
+        # Full copies of sharded parameters, kept for the next pass, would stay where they are.
+        release_gathered(getattr(engine, "optimizer", None))
     if engine is None or engine.zero_optimization_stage() == 0:
         model.to(device)
         _move_optimizer_state(engine, device)

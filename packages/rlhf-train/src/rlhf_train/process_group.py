@@ -123,6 +123,25 @@ def join_training_ranks(config: EngineConfig, *, timeout_s: float) -> TrainingRa
     return TrainingRanks(info)
 
 
+def open_secondary_shards(ranks: TrainingRanks, size: int) -> None:
+    """Let the next engine form its own groups of `size` ranks for ZeRO++'s secondary shards.
+
+    DeepSpeed keeps these groups for the life of the process and refuses to form them a second time, for a critic
+    beside a policy. Engines hold the groups they were made with, so it may forget them.
+
+    Raises:
+        ConfigError: the ranks cannot be cut into such groups.
+    """
+    if ranks.size % size:
+        raise ConfigError(
+            f"engine options: zero_hpz_partition_size {size} does not divide the {ranks.size} training ranks; give "
+            "the number of ranks on one node"
+        )
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
 def _choose_accelerator(config: EngineConfig) -> None:
     """DeepSpeed fixes its accelerator at import, process-wide."""
     wanted = config.device.split(":")[0]

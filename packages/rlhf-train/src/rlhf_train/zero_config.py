@@ -89,6 +89,11 @@ class ZeroConfig:
             raise ConfigError("engine options: offload_optimizer needs stage 1, 2 or 3, got stage 0")
         if self.offload_parameters and self.stage != 3:
             raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
+        if self.zero_hpz_partition_size > 1 and self.quantize is not None:
+            raise ConfigError(
+                "engine options: zero_hpz_partition_size does not work with 4-bit weights (lora.quantize); leave it "
+                "at 1"
+            )
         if self.zero_hpz_partition_size > 1 and self.stage != 3:
             raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
         if self.routing_replay and self.sequence_parallel_size > 1:
@@ -148,6 +153,11 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
     if config.optimizer is None:
         return
     check_optimizer(config.optimizer, zero)
+    if zero.deep_compile and (zero.stage not in (1, 3) or zero.quantize is not None):
+        raise ConfigError(
+            f"engine options: deep_compile needs stage 1 or 3 and no 4-bit weights, got stage {zero.stage}"
+            f"{'' if zero.quantize is None else f' and lora.quantize {zero.quantize}'}"
+        )
     if zero.deep_compile and not config.device.startswith("cuda"):
         raise ConfigError(f"engine options: deep_compile needs CUDA, the device is {config.device!r}; leave it out")
     if config.dtype in _HALF and zero.stage == 0:
