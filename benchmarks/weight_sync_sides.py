@@ -132,10 +132,13 @@ class TrainerRank:
         flats = {f"b{b.index}": torch.zeros(b.nbytes, dtype=torch.uint8) for b in manifest.buckets()}
         self.full = Held(copies | flats)
 
-    def move(self, manifest: Any, small: bool) -> None:
+    def move(self, manifest: Any, small: bool) -> float:
+        """Seconds from the start of the first bucket to the acknowledgement of the last."""
         from rlhf_core import send_weights
 
+        begin = time.perf_counter()
         send_weights(self.small if small else self.full, manifest, self.sender)
+        return time.perf_counter() - begin
 
     def raw_broadcast(self, sizes: list[int]) -> float:
         import torch

@@ -155,6 +155,8 @@ class GroupReceiver:
         self._board: StoreBoard | None = board
         self._buffers = _Buffers(device)
         self._group: Any = _process_group(link, rank + 1, board, device)
+        self._arriving: Any = None
+        """The broadcast under way."""
         self._syncs = 0
 
     def receive(self, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
@@ -169,6 +171,7 @@ class GroupReceiver:
         except BaseException:
             with contextlib.suppress(WeightSyncError):  # the first cause is on its way up
                 self._board.post(note, LEFT)
+            self._leave()  # the sender may be in the middle of a broadcast, where it reads no notes
             raise
         self._board.post(note)
 
@@ -176,18 +179,22 @@ class GroupReceiver:
         pair = self._buffers.get(max((bucket.nbytes for bucket in buckets), default=0))
         flats = [pair[i % 2][: bucket.nbytes] for i, bucket in enumerate(buckets)]
         with _failing(self._link, "receiving weights"):
-            works = [self._group.broadcast(flats[0], 0)] if flats else []
+            self._arriving = self._group.broadcast(flats[0], 0) if flats else None
         for index, flat in enumerate(flats):
             with _failing(self._link, "receiving weights"):
-                works[index].wait()
-                if index + 1 < len(flats):
-                    works.append(self._group.broadcast(flats[index + 1], 0))
+                self._arriving.wait()
+                last = index + 1 == len(flats)
+                self._arriving = None if last else self._group.broadcast(flats[index + 1], 0)
             yield flat
 
     def close(self) -> None:
         """See Receiver."""
-        self._group = _closed(self._group, self._link)
+        self._leave()
         self._board = None
+
+    def _leave(self) -> None:
+        self._arriving = None
+        self._group = _closed(self._group, self._link)
 
 
 def _settle(link: Link, device: torch.device) -> None:
