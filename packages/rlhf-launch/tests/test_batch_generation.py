@@ -184,6 +184,11 @@ def test_samples_that_the_reward_policy_drops_have_their_reason(config):
     assert all(sample["score"] is None and "no network today" in sample["score_error"] for sample in samples)
 
 
+def test_a_context_without_room_is_refused(config):
+    with pytest.raises(ConfigError, match="max_model_len=10 is less than the 24 tokens"):
+        replace(config, rollout=replace(config.rollout, max_model_len=10))
+
+
 def test_episodes_are_not_for_this_command(config):
     rollout = replace(config.rollout, agent=AgentSection(environment="launch_rewards:CountToThree"))
     with pytest.raises(ConfigError, match=r"leave rollout\.agent out"):

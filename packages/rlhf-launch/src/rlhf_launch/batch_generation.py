@@ -59,6 +59,7 @@ class GenerateConfig:
                 "rlhf generate writes single responses; leave rollout.agent out (rollout.agent=null), and with it "
                 "rewards that come from an environment"
             )
+        self.rollout.check_room(self.max_model_len_needed)
         if self.reward is not None:
             self.reward.all_parts(environment=False)
 

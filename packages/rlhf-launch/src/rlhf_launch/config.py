@@ -194,12 +194,7 @@ class RunConfig:
             )
         self._check_overlap()
         self._check_best()
-        if self.rollout.max_model_len and self.rollout.max_model_len < self.max_model_len_needed:
-            raise ConfigError(
-                f"rollout.max_model_len={self.rollout.max_model_len} is less than the {self.max_model_len_needed} "
-                "tokens of the longest sample (data.max_prompt_tokens + rollout.sampling.max_tokens, or "
-                "rollout.agent.max_tokens)"
-            )
+        self.rollout.check_room(self.max_model_len_needed)
 
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap

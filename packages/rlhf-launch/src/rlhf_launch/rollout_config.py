@@ -92,3 +92,15 @@ class RolloutSection:
         for name in ("engines", "samples_per_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+
+    def check_room(self, needed: int) -> None:
+        """Refuse a `max_model_len` in which the longest sample has no room.
+
+        Raises:
+            ConfigError: it is given and less than `needed`.
+        """
+        if self.max_model_len and self.max_model_len < needed:
+            raise ConfigError(
+                f"rollout.max_model_len={self.max_model_len} is less than the {needed} tokens of the longest "
+                "sample (data.max_prompt_tokens + rollout.sampling.max_tokens, or rollout.agent.max_tokens)"
+            )
