@@ -26,6 +26,7 @@ from rlhf_rollout import AgentConfig, AgentTask
 
 NUMBERS = 15
 GUESSES = 4
+UPDATES = 4
 WORDS = ["<pad>", "<eos>", "guess", "higher", "lower", "again", *map(str, range(1, NUMBERS + 1))]
 
 
@@ -103,10 +104,17 @@ def training(model: Path, *, steps: int, seed: int = 0) -> AgentTraining:
             max_turns=GUESSES,
             max_tokens=16,
         ),
-        recipe=GRPO(report_entropy=False, advantage="agent_training:turn_advantages"),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=5),
+        # Without the entropy bonus it settles on a first guess too soon and never finds the middle.
+        recipe=GRPO(advantage="agent_training:turn_advantages", loss_options={"entropy_coef": 0.02}),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3,
+            warmup_steps=5,
+            schedule="linear",
+            total_steps=steps * UPDATES,
+            min_learning_rate_ratio=0.1,
+        ),
         steps=steps,
-        minibatches=4,
+        minibatches=UPDATES,
         seed=seed,
     )
 
@@ -128,13 +136,13 @@ def tasks_of(step: int, *, seed: int = 0, episodes: int = 16) -> list[AgentTask]
 def main() -> None:
     """Train and print the reward on the way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begin = time.perf_counter()
 
     def report(result: StepResult) -> None:
-        if result.step % 10 == 0 or result.step == arguments.steps - 1:
+        if result.step % 25 == 0 or result.step == arguments.steps - 1:
             print(
                 f"step {result.step:>4}  reward {result.reward:6.3f}  solved {result.components['solved']:.3f}  "
                 f"guesses {result.components['turns']:.2f}  log-prob gap {result.log_prob_gap:.1e}  "
