@@ -92,7 +92,7 @@ def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quanti
     kind: Any = hf.AutoModelForSequenceClassification if scalar else hf.AutoModelForCausalLM
     arguments: dict[str, Any] = {"num_labels": 1} if scalar else {}
     try:
-        own = hf.AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code).dtype
+        own: Any = hf.AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code).dtype
         dtype = own or torch.float32
         if quantize is not None:
             cpu = torch.device("cpu")

@@ -91,8 +91,8 @@ class ZeroConfig:
             raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
         if self.zero_hpz_partition_size > 1 and self.quantize is not None:
             raise ConfigError(
-                "engine options: zero_hpz_partition_size does not work with 4-bit weights (lora.quantize); leave it "
-                "at 1"
+                "engine options: zero_hpz_partition_size does not work with 4-bit weights (lora.quantize); leave "
+                "it at 1"
             )
         if self.zero_hpz_partition_size > 1 and self.stage != 3:
             raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
