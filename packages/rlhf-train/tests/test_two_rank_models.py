@@ -48,3 +48,16 @@ def test_two_engines_with_secondary_shards(measured):
     assert found["gap"] < 1e-6
     assert found["norm"] > 0
     assert found["values"] == 0, "a fresh critic"
+
+
+@pytest.mark.parametrize("case", ["untied-1", "untied-2", "tied-1", "tied-2"])
+def test_ranks_with_slices_of_layers_train_as_one_process(measured, case):
+    found = measured["tensor_parallel"][case]
+    assert found["packing"]
+    assert found["scores"] < 1e-5
+    assert found["moved"] > 1e-2
+    assert found["gap"] < 1e-6
+    assert found["tokens"] == 76
+    assert found["exported"] < 1e-5
+    assert found["resumed"] == 0
+    assert found["held"] < 0.8

@@ -135,6 +135,23 @@ def test_what_is_not_combined():
         ZeroConfig(routing_replay=True, sequence_parallel_size=2)
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"stage": 3}, "stage 1 or 2, got stage 3"),
+        ({"stage": 2, "lora": LoraConfig()}, "not combined with lora"),
+        ({"stage": 2, "average_decay": 0.9}, "not combined with average_decay"),
+    ],
+)
+def test_what_slices_of_layers_are_not_combined_with(options, complaint):
+    config = EngineConfig(model="m", optimizer=OptimizerConfig())
+    with pytest.raises(ConfigError, match=complaint):
+        check_compatible(config, ZeroConfig(autotp_size=2, **options))
+    with pytest.raises(ConfigError, match="got a frozen engine"):
+        check_compatible(EngineConfig(model="m"), ZeroConfig(autotp_size=2, stage=2))
+    assert settings(stage=2, autotp_size=2)["tensor_parallel"] == {"autotp_size": 2}
+
+
 def test_freeze_patterns_are_read_from_a_list_or_one_string():
     assert ZeroConfig.from_options({"freeze": ["a.*", "b.*"]}).freeze == ("a.*", "b.*")
     assert ZeroConfig.from_options({"freeze": "a.*"}).freeze == ("a.*",)

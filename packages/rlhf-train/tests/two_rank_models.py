@@ -167,3 +167,39 @@ class ModelChecks:
         policy.close()
         critic.close()
         return found
+
+    def tensor_parallel(self) -> dict[str, Any]:
+        """Two ranks with a slice of every layer against one plain process; resume and export."""
+        batches = [samples(step) for step in range(3)]
+        found = {}
+        for model in ("untied", "tied"):
+            expected = plain_steps(self.work / model, batches, NLL, smooth_adam)
+            for stage in (1, 2):
+                path = self.work / f"sliced-{model}-{stage}"
+                path.mkdir(exist_ok=True)
+                engine = self.start(model, options={"stage": stage, "autotp_size": 2})
+                own = half(batches[0], self.rank)
+                scored = engine.score(own).log_probs
+                before = weights_of(engine)
+                reports = [engine.step(half(batch, self.rank), NLL) for batch in batches]
+                after = weights_of(engine)
+                engine.save(path)
+                engine.export(path)
+                final = engine.score(own).log_probs
+                again = self.start(model, options={"stage": stage, "autotp_size": 2})
+                again.load(path)
+                for one in (engine, again):
+                    one.step(own, NLL)
+                found[f"{model}-{stage}"] = {
+                    "packing": engine.packing,
+                    "scores": float((forward(str(self.work / model), own)[0] - scored).abs().max()),
+                    "moved": gap(before, after),
+                    "gap": gap(after, expected),
+                    "tokens": reports[0].tokens,
+                    "exported": float((forward(str(path), own)[0] - final).abs().max()),
+                    "resumed": gap(weights_of(engine), weights_of(again)),
+                    "held": engine.memory_report().parameters / sum(4 * t.numel() for t in after.values()),
+                }
+                engine.close()
+                again.close()
+        return found

@@ -89,7 +89,7 @@ def outline(parameter: Any) -> Tensor:
     """A tensor without storage (device `meta`) of the shape and dtype of the parameter at full precision."""
     if _is_quantized(parameter):
         return torch.empty(tuple(parameter.quant_state.shape), dtype=parameter.quant_state.dtype, device="meta")
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    shape = getattr(parameter, "full_shape", None) or tuple(getattr(parameter, "ds_shape", parameter.shape))
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 

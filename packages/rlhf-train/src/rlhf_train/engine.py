@@ -45,6 +45,7 @@ from rlhf_train.reward_scale import RewardScale, measured_scale
 from rlhf_train.role_model import RoleModel, release_engine
 from rlhf_train.sequence_parallel import SequenceGroup, own_rows
 from rlhf_train.stepping import StepReports, update_weights
+from rlhf_train.tensor_parallel import note_full_shapes
 from rlhf_train.zero_config import ZeroConfig, check_compatible, deepspeed_config
 from rlhf_train.zero_weights import ZeroWeights
 
@@ -98,7 +99,7 @@ class DeepSpeedEngine:
         self._progress = Progress()
         self._reports = StepReports(config, self.ranks)
         self.memory = PhaseMemory(self.device)
-        self._random = RandomState(config.seed + self.ranks.info.rank, self.device)
+        self._random = RandomState(config.seed + self.ranks.info.rank // zero.autotp_size, self.device)
         self._offloaded = False
 
     def _wrap(self, settings: dict[str, Any]) -> Any:
@@ -117,11 +118,14 @@ class DeepSpeedEngine:
             section["reduce_bucket_size"] = min(section["reduce_bucket_size"], trained_elements(self._module))
             optimizer = build_optimizer(self._module, self.config, on_host=self.zero.offload_optimizer)
         wrapped, *_ = deepspeed.initialize(model=self._module, optimizer=optimizer, config=settings)
+        note_full_shapes(self._module)
         if self.zero.deep_compile:
             wrapped.compile()
         return wrapped
 
     def _sequence_group(self) -> SequenceGroup | None:
+        if self.zero.autotp_size > 1:
+            return SequenceGroup(self.ranks, size=self.zero.autotp_size, option="autotp_size")
         if self.zero.sequence_parallel_size == 1:
             return None
         group = SequenceGroup(self.ranks, size=self.zero.sequence_parallel_size)

@@ -12,6 +12,8 @@ from rlhf_core import ConfigError, EngineConfig
 from rlhf_core.adapters import FourBit
 from rlhf_core.quantized import quantized_loading, settle_quantized
 
+from rlhf_train.tensor_parallel import whole_layers
+
 
 def load_model(config: EngineConfig, zero_config: dict[str, Any] | None, *, quantize: FourBit | None = None) -> Any:
     """The model of `config.role` in `config.dtype`.
@@ -129,7 +131,8 @@ def gathered(parameters: list[torch.nn.Parameter], *, modify: bool = False) -> I
     With `modify`, all ranks make the same change and rank 0's is kept.
     """
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        yield parameters
+        with whole_layers(parameters):
+            yield parameters
         return
     import deepspeed
 

@@ -53,6 +53,11 @@ class RoleModel(nn.Module):
         return found
 
     @property
+    def config(self) -> Any:
+        """The model's; DeepSpeed looks there for what tensor parallelism must know of its heads."""
+        return self.model.config
+
+    @property
     def packing(self) -> bool:
         """Whether rows run unpadded, with shared prompts run once."""
         return is_packing(self.model)

@@ -29,11 +29,9 @@ from rlhf_train.process_group import TrainingRanks
 class SequenceGroup:
     """The ranks that share rows: consecutive ones, `size` of them."""
 
-    def __init__(self, ranks: TrainingRanks, *, size: int) -> None:
+    def __init__(self, ranks: TrainingRanks, *, size: int, option: str = "sequence_parallel_size") -> None:
         if ranks.size % size:
-            raise ConfigError(
-                f"engine options: sequence_parallel_size {size} does not divide the {ranks.size} training ranks"
-            )
+            raise ConfigError(f"engine options: {option} {size} does not divide the {ranks.size} training ranks")
         self.size = size
         self.index = ranks.info.rank % size
         self._ranks = ranks

@@ -37,6 +37,9 @@ class ZeroConfig:
     """Keep an exponential moving average of the weights with this decay, in host memory."""
     sequence_parallel_size: int = 1
     """Consecutive ranks that share their rows and hold a slice of the tokens each (Ulysses); for long rows."""
+    autotp_size: int = 1
+    """Consecutive ranks that share their rows and hold a slice of each layer's weights (DeepSpeed's AutoTP, tensor
+    parallelism); stages 1 and 2."""
     deep_compile: bool = False
     """Compile the model with DeepCompile. CUDA, stages 1 and 3."""
     routing_replay: bool = False
@@ -101,6 +104,7 @@ class ZeroConfig:
         for name in (
             "zero_hpz_partition_size",
             "sequence_parallel_size",
+            "autotp_size",
             "reduce_bucket_size",
             "export_shard_bytes",
             "timeout_s",
@@ -150,6 +154,7 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
     Raises:
         ConfigError: says which setting to change.
     """
+    check_tensor_parallel(config, zero)
     if config.optimizer is None:
         return
     check_optimizer(config.optimizer, zero)
@@ -181,6 +186,30 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
         raise ConfigError("dtype float16 does not train on the CPU; use bfloat16 or float32")
 
 
+def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
+    """Refuse what slices of layers are not combined with.
+
+    Raises:
+        ConfigError: says which setting to change.
+    """
+    if zero.autotp_size == 1:
+        return
+    if zero.stage not in (1, 2) or config.optimizer is None:
+        what = "a frozen engine" if config.optimizer is None else f"stage {zero.stage}"
+        raise ConfigError(f"engine options: autotp_size works with a trained engine at stage 1 or 2, got {what}")
+    others = {
+        "lora": zero.lora is not None,
+        "average_decay": zero.average_decay is not None,
+        "sequence_parallel_size": zero.sequence_parallel_size > 1,
+        "deep_compile": zero.deep_compile,
+        "optimizer kind muon": config.optimizer.kind == "muon",
+    }
+    if found := [name for name, given in others.items() if given]:
+        raise ConfigError(
+            f"engine options: autotp_size is not combined with {', '.join(found)}; leave one of them out"
+        )
+
+
 def check_optimizer(optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
     """Refuse what DeepSpeed's Muon cannot do.
 
@@ -210,6 +239,10 @@ def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int)
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.dtype == "bfloat16"},
     }
+    if zero.autotp_size > 1:
+        # DeepSpeed derives the size of the batch from the ranks that have rows of their own.
+        del result["train_batch_size"]
+        result["tensor_parallel"] = {"autotp_size": zero.autotp_size}
     if zero.deep_compile:
         result["compile"] = {"deepcompile": True}
     if config.optimizer is not None and config.optimizer.kind == "muon":
