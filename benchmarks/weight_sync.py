@@ -63,6 +63,8 @@ def serve(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> No
         while (call := pipe.recv()) is not None:
             method, *rest = call
             pipe.send((True, getattr(served, method)(*rest)))
+    except EOFError:
+        pass  # the benchmark is over
     except Exception:
         pipe.send((False, traceback.format_exc()))
     os._exit(0)
