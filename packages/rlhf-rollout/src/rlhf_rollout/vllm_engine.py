@@ -58,6 +58,7 @@ def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]
             engine.set_weight_version("0")
             prepare(engine)
             _sample_one_token(engine)
+            _keep_kernels()
     except Exception as error:
         if engine is not None:
             shut_down_engine(engine)
@@ -68,6 +69,19 @@ def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]
             raise ConfigError(f"vLLM refuses the rollout configuration: {error}") from error
         raise EngineDiedError(f"the vLLM engine did not start: {type(error).__name__}: {error}") from error
     return engine
+
+
+def _keep_kernels() -> None:
+    """Leave the CPU's kernels in the place of Triton's, where the first engine of this process put them.
+
+    vLLM puts them there anew for each engine, by a scan of all modules, which fails on what numba loads for n-gram
+    speculation: no second engine would start.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        platform: Any = type(current_platform)
+        platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def _sample_one_token(engine: LLMEngine) -> None:
