@@ -21,32 +21,29 @@ from rlhf_core import (
     accumulate,
     score_in_micro_batches,
 )
-from rlhf_core.adapters import add_adapters
 from rlhf_core.micro_batches import TokenBudget
 from rlhf_core.random_state import RandomState
 from rlhf_core.schedule import learning_rate
 from torch import Tensor
 
 from rlhf_train.adapter_weights import AdapterWeights
+from rlhf_train.assembly import build_module, group_with_common_rows, wrap_module
 from rlhf_train.averaging import AverageWeights
 from rlhf_train.background_save import PendingSave
 from rlhf_train.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint, save_in_background
+from rlhf_train.compatibility import check_compatible
 from rlhf_train.environment import process_environment
-from rlhf_train.experts import mark_expert_blocks
 from rlhf_train.export import export_adapters, export_model
-from rlhf_train.freezing import freeze
 from rlhf_train.gradients import drop_gradients
 from rlhf_train.memory import MemoryReport, PhaseMemory
-from rlhf_train.models import load_model
 from rlhf_train.offload import move_engine
-from rlhf_train.optimizers import build_optimizer, set_learning_rate, trained_elements
-from rlhf_train.process_group import TrainingRanks, join_training_ranks, open_secondary_shards
+from rlhf_train.optimizers import set_learning_rate
+from rlhf_train.process_group import TrainingRanks, join_training_ranks
 from rlhf_train.reward_scale import RewardScale, measured_scale
-from rlhf_train.role_model import RoleModel, release_engine
-from rlhf_train.sequence_parallel import SequenceGroup, own_rows
+from rlhf_train.role_model import release_engine
+from rlhf_train.sequence_parallel import own_rows
 from rlhf_train.stepping import StepReports, update_weights
-from rlhf_train.tensor_parallel import note_full_shapes
-from rlhf_train.zero_config import ZeroConfig, check_compatible, deepspeed_config
+from rlhf_train.zero_config import ZeroConfig, deepspeed_config
 from rlhf_train.zero_weights import ZeroWeights
 
 
@@ -75,24 +72,14 @@ class DeepSpeedEngine:
         on_cuda = config.device.startswith("cuda")
         self.device = torch.device("cuda", self.ranks.info.local_rank) if on_cuda else torch.device("cpu")
         settings = deepspeed_config(config, zero, world_size=self.ranks.size)
-        sharded = zero.stage == 3
-        if zero.zero_hpz_partition_size > 1:
-            open_secondary_shards(self.ranks, zero.zero_hpz_partition_size)
-        model = load_model(config, settings if sharded else None, quantize=zero.quantize)
-        if zero.lora is not None and config.optimizer is not None:
-            add_adapters(model, zero.lora, seed=config.seed, extra="rlhf-train[lora]")
-        if config.optimizer is not None:
-            freeze(model, zero.freeze)
-        if sharded:
-            mark_expert_blocks(model)
         self._replays = zero.routing_replay and config.role == "policy"
-        self._module: Any = RoleModel(model, sharded=sharded, replay=self._replays)
-        self._deepspeed: Any = self._wrap(settings)
+        self._module: Any = build_module(config, zero, settings, ranks=self.ranks, replay=self._replays)
+        self._deepspeed: Any = wrap_module(self._module, config, zero, settings, device=self.device)
         if zero.packing:
             self._enable_packing()
         self.packing: bool = self._module.packing
         """Whether rows run unpadded, with shared prompts run once."""
-        self._sequence = self._sequence_group()
+        self._sequence = group_with_common_rows(self.model, zero, ranks=self.ranks)
         self._average = self._start_average()
         self._weights: ZeroWeights | None = None
         self._last_outputs: dict[str, Tensor] = {}
@@ -101,36 +88,6 @@ class DeepSpeedEngine:
         self.memory = PhaseMemory(self.device)
         self._random = RandomState(config.seed + self.ranks.info.rank // zero.autotp_size, self.device)
         self._offloaded = False
-
-    def _wrap(self, settings: dict[str, Any]) -> Any:
-        """DeepSpeed's engine; None for a frozen model that is not sharded, which needs nothing of it."""
-        if self.config.optimizer is None and self.zero.stage < 3:
-            self._module.to(self.device)
-            return None
-        import deepspeed
-
-        optimizer = None
-        if self.config.optimizer is not None:
-            if self.zero.stage < 3:
-                self._module.to(self.device)
-            # The buffer is allocated at this size, however small the model.
-            section = settings["zero_optimization"]
-            section["reduce_bucket_size"] = min(section["reduce_bucket_size"], trained_elements(self._module))
-            optimizer = build_optimizer(self._module, self.config, on_host=self.zero.offload_optimizer)
-        wrapped, *_ = deepspeed.initialize(model=self._module, optimizer=optimizer, config=settings)
-        note_full_shapes(self._module)
-        if self.zero.deep_compile:
-            wrapped.compile()
-        return wrapped
-
-    def _sequence_group(self) -> SequenceGroup | None:
-        if self.zero.autotp_size > 1:
-            return SequenceGroup(self.ranks, size=self.zero.autotp_size, option="autotp_size")
-        if self.zero.sequence_parallel_size == 1:
-            return None
-        group = SequenceGroup(self.ranks, size=self.zero.sequence_parallel_size)
-        group.attach(self.model)
-        return group
 
     def _start_average(self) -> AverageWeights | None:
         if self.zero.average_decay is None or self.config.optimizer is None:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig
 from rlhf_core.adapters import FourBit
 
 Stage = Literal[0, 1, 2, 3]
-_HALF = ("bfloat16", "float16")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -146,82 +145,6 @@ def check_keys(cls: type, given: Mapping[str, Any], *, what: str) -> None:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(f"{what} {key!r}: {hint}known are {', '.join(sorted(known))}")
-
-
-def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
-    """Refuse what DeepSpeed would accept and then compute wrongly, or refuse later without saying why.
-
-    Raises:
-        ConfigError: says which setting to change.
-    """
-    check_tensor_parallel(config, zero)
-    if config.optimizer is None:
-        return
-    check_optimizer(config.optimizer, zero)
-    if zero.deep_compile and (zero.stage not in (1, 3) or zero.quantize is not None):
-        raise ConfigError(
-            f"engine options: deep_compile needs stage 1 or 3 and no 4-bit weights, got stage {zero.stage}"
-            f"{'' if zero.quantize is None else f' and lora.quantize {zero.quantize}'}"
-        )
-    if zero.deep_compile and not config.device.startswith("cuda"):
-        raise ConfigError(f"engine options: deep_compile needs CUDA, the device is {config.device!r}; leave it out")
-    if config.dtype in _HALF and zero.stage == 0:
-        # DeepSpeed's wrapper for this case takes an optimizer step with no gradient when it is made, which spoils
-        # Adam's bias correction.
-        raise ConfigError(
-            f"engine options: stage 0 trains in float32 only, dtype is {config.dtype}; use stage 1, 2 or 3, "
-            "also on a single rank"
-        )
-    if config.dtype in _HALF and zero.accumulate_dtype == "float32" and zero.stage == 1:
-        raise ConfigError(
-            f"engine options: stage 1 cannot add up {config.dtype} gradients in float32; use stage 2 or 3, or set "
-            f"accumulate_dtype: {config.dtype}"
-        )
-    if zero.accumulate_dtype not in ("float32", config.dtype):
-        raise ConfigError(
-            f"engine options: accumulate_dtype {zero.accumulate_dtype!r} fits neither the model's dtype "
-            f"{config.dtype!r} nor float32; use one of these two"
-        )
-    if config.dtype == "float16" and config.device == "cpu":
-        raise ConfigError("dtype float16 does not train on the CPU; use bfloat16 or float32")
-
-
-def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
-    """Refuse what slices of layers are not combined with.
-
-    Raises:
-        ConfigError: says which setting to change.
-    """
-    if zero.autotp_size == 1:
-        return
-    if zero.stage not in (1, 2) or config.optimizer is None:
-        what = "a frozen engine" if config.optimizer is None else f"stage {zero.stage}"
-        raise ConfigError(f"engine options: autotp_size works with a trained engine at stage 1 or 2, got {what}")
-    others = {
-        "lora": zero.lora is not None,
-        "average_decay": zero.average_decay is not None,
-        "sequence_parallel_size": zero.sequence_parallel_size > 1,
-        "deep_compile": zero.deep_compile,
-        "optimizer kind muon": config.optimizer.kind == "muon",
-    }
-    if found := [name for name, given in others.items() if given]:
-        raise ConfigError(
-            f"engine options: autotp_size is not combined with {', '.join(found)}; leave one of them out"
-        )
-
-
-def check_optimizer(optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
-    """Refuse what DeepSpeed's Muon cannot do.
-
-    Raises:
-        ConfigError: says which setting to change.
-    """
-    if optimizer.kind != "muon":
-        return
-    if zero.zero_hpz_partition_size > 1:
-        raise ConfigError("optimizer: muon does not work with zero_hpz_partition_size; use adamw, or leave it at 1")
-    if zero.lora is not None:
-        raise ConfigError("optimizer: muon is for whole matrices, the option lora trains factors; use adamw")
 
 
 def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""What an engine is made of: the model of its role, DeepSpeed around it, the ranks that share its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rlhf_core import EngineConfig
+from rlhf_core.adapters import add_adapters
+
+from rlhf_train.experts import mark_expert_blocks
+from rlhf_train.freezing import freeze
+from rlhf_train.models import load_model
+from rlhf_train.optimizers import build_optimizer, trained_elements
+from rlhf_train.process_group import TrainingRanks, open_secondary_shards
+from rlhf_train.role_model import RoleModel
+from rlhf_train.sequence_parallel import SequenceGroup
+from rlhf_train.tensor_parallel import note_full_shapes
+from rlhf_train.zero_config import ZeroConfig
+
+
+def build_module(
+    config: EngineConfig, zero: ZeroConfig, settings: dict[str, Any], *, ranks: TrainingRanks, replay: bool
+) -> RoleModel:
+    """The model of the role, with adapters and frozen parameters as asked for.
+
+    `settings` are DeepSpeed's; `replay` lets batches say which experts their tokens go through.
+    """
+    if zero.zero_hpz_partition_size > 1:
+        open_secondary_shards(ranks, zero.zero_hpz_partition_size)
+    sharded = zero.stage == 3
+    model = load_model(config, settings if sharded else None, quantize=zero.quantize)
+    if zero.lora is not None and config.optimizer is not None:
+        add_adapters(model, zero.lora, seed=config.seed, extra="rlhf-train[lora]")
+    if config.optimizer is not None:
+        freeze(model, zero.freeze)
+    if sharded:
+        mark_expert_blocks(model)
+    return RoleModel(model, sharded=sharded, replay=replay)
+
+
+def wrap_module(
+    module: RoleModel, config: EngineConfig, zero: ZeroConfig, settings: dict[str, Any], *, device: torch.device
+) -> Any:
+    """DeepSpeed's engine; None for a frozen model that is not sharded, which needs nothing of it."""
+    if zero.stage < 3:
+        module.to(device)
+    if config.optimizer is None and zero.stage < 3:
+        return None
+    import deepspeed
+
+    optimizer = None
+    if config.optimizer is not None:
+        # The buffer is allocated at this size, however small the model.
+        section = settings["zero_optimization"]
+        section["reduce_bucket_size"] = min(section["reduce_bucket_size"], trained_elements(module))
+        optimizer = build_optimizer(module, config, on_host=zero.offload_optimizer)
+    wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    note_full_shapes(module)
+    if zero.deep_compile:
+        wrapped.compile()
+    return wrapped
+
+
+def group_with_common_rows(model: Any, zero: ZeroConfig, *, ranks: TrainingRanks) -> SequenceGroup | None:
+    """The ranks that run the same rows, each a slice of the tokens or of the layers; None if this one is alone."""
+    if zero.autotp_size > 1:
+        return SequenceGroup(ranks, size=zero.autotp_size, option="autotp_size")
+    if zero.sequence_parallel_size == 1:
+        return None
+    group = SequenceGroup(ranks, size=zero.sequence_parallel_size)
+    group.attach(model)
+    return group
