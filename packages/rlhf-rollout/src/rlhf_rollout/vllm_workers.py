@@ -45,7 +45,8 @@ class WorkerWatch:
 
     def _watch(self, executor: Any) -> None:
         ended = multiprocessing.connection.wait([process.sentinel for process in self._processes])
-        if getattr(executor, "shutting_down", False):
+        # vLLM's own watch may come first; it says that the engine failed before it shuts it down.
+        if getattr(executor, "shutting_down", False) and not getattr(executor, "is_failed", False):
             return
         process = next(process for process in self._processes if process.sentinel in ended)
         process.join(_NOTICE_S)
