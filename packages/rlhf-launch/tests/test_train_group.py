@@ -1,8 +1,12 @@
+import types
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import Batch, ModelOutputs
 from rlhf_launch.handles import LocalHandle
+from rlhf_launch.online import add_model_outputs
 from rlhf_launch.train_group import TrainGroup, deal_units
 
 
@@ -31,21 +35,39 @@ class EchoRank:
 
     def score(self, batch, outputs):
         ids = batch.token_ids.float()
-        return ModelOutputs(log_probs=ids * batch.response_mask, scores=ids[:, 0])
+        experts = torch.stack((batch.token_ids, -batch.token_ids), dim=-1).to(torch.int16)
+        return ModelOutputs(log_probs=ids * batch.response_mask, scores=ids[:, 0], routed_experts=experts)
 
     def close(self):
         pass
 
 
-def test_scores_come_back_in_the_order_of_the_rows():
+def ragged_batch():
     lengths = torch.tensor([3, 7, 2, 5, 4])
     attention_mask = torch.arange(7) < lengths[:, None]
     token_ids = torch.arange(1, 36).view(5, 7) * attention_mask
     response_mask = attention_mask.clone()
     response_mask[:, 0] = False
-    batch = Batch(token_ids=token_ids, attention_mask=attention_mask, response_mask=response_mask)
+    return Batch(token_ids=token_ids, attention_mask=attention_mask, response_mask=response_mask)
+
+
+@pytest.fixture
+def echoes():
     group = TrainGroup("policy", [LocalHandle(f"rank-{i}", EchoRank) for i in range(3)], timeout_s=10)
-    outputs = group.score(batch)
+    yield group
     group.close()
-    assert torch.equal(outputs.log_probs, token_ids.float() * response_mask)
-    assert torch.equal(outputs.scores, token_ids[:, 0].float())
+
+
+def test_scores_come_back_in_the_order_of_the_rows(echoes):
+    batch = ragged_batch()
+    outputs = echoes.score(batch)
+    assert torch.equal(outputs.log_probs, batch.token_ids.float() * batch.response_mask)
+    assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
+
+
+def test_recorded_experts_go_into_the_update(echoes):
+    batch = ragged_batch()
+    roles = types.SimpleNamespace(policy=echoes, reference=None, critic=None)
+    experts = add_model_outputs(batch, roles)["routed_experts"]
+    assert torch.equal(experts[..., 0].long(), batch.token_ids)
+    assert torch.equal(experts[..., 1].long(), -batch.token_ids)
