@@ -52,6 +52,8 @@ def test_the_example_has_every_kind():
     from rlhf_algos.config_files import load_config
 
     example = Path(__file__).parents[3] / "examples" / "rewards.yaml"
+    if not example.exists():
+        pytest.skip("the examples are not beside the packages here")
     parts = load_config(RunConfig, example).reward.parts.values()
     assert {type(part) for part in parts} | {EnvironmentPart} == set(get_args(RewardPart))
 

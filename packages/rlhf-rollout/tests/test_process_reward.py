@@ -98,3 +98,19 @@ def test_a_worker_prepares_outside_the_deadline(child_path):
     with pytest.raises(PluginError, match="no attribute 'nothing'"):
         broken.check()
     broken.close()
+
+
+def test_closing_ends_a_batch_that_hangs_at_once(child_path, tmp_path):
+    options = {"pid_file": str(tmp_path / "pid")}
+    made = ProcessReward(ProcessRewardConfig(function="faulty_rewards:faulty", options=options, timeout_s=600.0))
+
+    async def close_in_the_middle():
+        call = asyncio.ensure_future(made.score([trajectory(0)], ["hang"]))
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(made.close)
+        with pytest.raises(RewardError, match="lost its process"):
+            await asyncio.wait_for(call, 60)
+
+    asyncio.run(close_in_the_middle())
+    assert not alive(int((tmp_path / "pid").read_text()))

@@ -59,6 +59,7 @@ class ProcessReward:
         self.name: str = name or config.function
         self._config = config
         self._closed = False
+        self._started: list[_Worker] = []
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix=f"reward {config.function}")
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(config.workers):
@@ -87,7 +88,7 @@ class ProcessReward:
         try:
             if kept is not None:
                 kept.kill()
-            worker, columns = _start(self._config, self.name)
+            worker, columns = self._start()
         except _Gone as gone:
             raise PluginError(f"reward {self.name}: {self._config.function} {gone.how}") from None
         finally:
@@ -100,17 +101,14 @@ class ProcessReward:
             return
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for _ in range(self._config.workers):
-            with contextlib.suppress(queue.Empty):
-                worker = self._idle.get(timeout=self._config.timeout_s)
-                if worker is not None:
-                    worker.kill()
+        for worker in self._started:
+            worker.kill()
 
     def _score(self, trajectories: list[Trajectory], texts: list[str]) -> list[Score]:
         """In a thread of the pool, of which there are as many as workers."""
         worker = self._idle.get()
         try:
-            worker = worker or _start(self._config, self.name)[0]
+            worker = worker or self._start()[0]
             kind, content, sample_ids = worker.call((trajectories, texts), self._config.timeout_s)
         except _Gone as gone:
             worker = None
@@ -124,6 +122,14 @@ class ProcessReward:
             raise RewardError(content, sample_ids=sample_ids)
         check_scores(content, trajectories, source=self.name)
         return content
+
+    def _start(self) -> tuple[_Worker, frozenset[str]]:
+        """A worker that has imported the function, and the columns that it needs."""
+        worker = _Worker()
+        self._started = [other for other in self._started if other.alive] + [worker]
+        if self._closed:  # while the process was being made
+            worker.kill()
+        return worker, _introduce(worker, self._config, self.name)
 
 
 class _Gone(Exception):
@@ -169,6 +175,11 @@ class _Worker:
         finally:
             timer.cancel()
 
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -176,9 +187,8 @@ class _Worker:
         self._process.wait()
 
 
-def _start(config: ProcessRewardConfig, name: str) -> tuple[_Worker, frozenset[str]]:
-    """A worker that has imported the function, and the columns that it needs."""
-    worker = _Worker()
+def _introduce(worker: _Worker, config: ProcessRewardConfig, name: str) -> frozenset[str]:
+    """Have the worker import the function; returns the columns that it needs."""
     setup = {
         "prepare": config.prepare,
         "function": config.function,
@@ -196,4 +206,4 @@ def _start(config: ProcessRewardConfig, name: str) -> tuple[_Worker, frozenset[s
     if kind != "ready":
         worker.kill()
         raise PluginError(f"reward worker: {content}")
-    return worker, frozenset(columns)
+    return frozenset(columns)
