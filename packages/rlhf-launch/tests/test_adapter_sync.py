@@ -74,8 +74,7 @@ def test_adapters_travel_alone_from_zero3_to_vllm(tmp_path):
         optimizer=OptimizerConfig(learning_rate=0.05),
         options={"stage": 3, "lora": {"rank": 4, "alpha": 16.0}},
     )
-    options = {"enable_lora": True, "max_lora_rank": 8}
-    rollout = RolloutWorker("vllm", RolloutConfig(model=path, max_model_len=128, options=options), {})
+    rollout = RolloutWorker("vllm", RolloutConfig(model=path, max_model_len=128, adapter_rank=4), {})
     stack = Stack(TrainWorker("deepspeed", config, {}), rollout)
 
     def gap():
@@ -108,7 +107,7 @@ def test_both_ends_must_know_adapters(tmp_path):
     trainer = TrainWorker("torch", EngineConfig(model=path, role="policy"), {})
     rollout = RolloutWorker("transformers", RolloutConfig(model=path), {})
     stack = Stack(trainer, rollout)
-    with pytest.raises(ConfigError, match="enable_lora: true"):
+    with pytest.raises(ConfigError, match="this one does not"):
         stack.sync(adapters="adapter")
     with pytest.raises(ConfigError, match="torch cannot send adapters alone"):
         stack.policy.manifest(1, bucket_bytes=1000, adapters=True)

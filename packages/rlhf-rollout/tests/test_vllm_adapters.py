@@ -29,7 +29,6 @@ from rlhf_rollout.vllm_backend import VLLMBackend
 
 pytestmark = pytest.mark.stack
 
-LORA = {"enable_lora": True, "max_lora_rank": 8}
 # Longer than two cache blocks: states that an old adapter left must not survive a sync.
 PROMPT = tuple(5 + i % 200 for i in range(90))
 
@@ -41,7 +40,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def backend(model_path: str) -> Iterator[VLLMBackend]:
-    backend = VLLMBackend(config(model_path, LORA))
+    backend = VLLMBackend(config(model_path, adapter_rank=8))
     yield backend
     backend.close()
 
@@ -51,8 +50,8 @@ def trainer(model_path: str) -> AdaptedTrainer:
     return AdaptedTrainer(model_path)
 
 
-def config(model: str, options: dict[str, Any]) -> RolloutConfig:
-    return RolloutConfig(model=model, max_model_len=600, max_num_seqs=8, options=options)
+def config(model: str, **settings: Any) -> RolloutConfig:
+    return RolloutConfig(model=model, max_model_len=600, max_num_seqs=8, **settings)
 
 
 def request(max_tokens: int = 12, *, n: int = 2) -> GenerationRequest:
@@ -164,11 +163,15 @@ def check_refusals(backend: VLLMBackend, trainer: AdaptedTrainer) -> None:
 
 def test_an_engine_without_adapters_says_what_to_write(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, tokenizer=False)
-    backend = VLLMBackend(config(path, {}))
+    backend = VLLMBackend(config(path))
     assert not backend.capabilities.adapters
-    with pytest.raises(CapabilityError, match="enable_lora=true and a max_lora_rank of at least 4"):
+    with pytest.raises(CapabilityError, match="adapter_rank of at least 4"):
         asyncio.run(backend.receive_weights(AdaptedTrainer(path).adapter_manifest(1)))
     assert asyncio.run(backend.generate(request())).samples  # nothing was harmed
     backend.close()
     with pytest.raises(ConfigError, match="sleep_level"):
-        VLLMBackend(config(path, {**LORA, "sleep_level": 2}))
+        VLLMBackend(config(path, adapter_rank=8, options={"sleep_level": 2}))
+    with pytest.raises(ConfigError, match="it follows from"):
+        VLLMBackend(config(path, options={"enable_lora": True}))
+    with pytest.raises(ConfigError, match="room for 512"):
+        VLLMBackend(config(path, adapter_rank=513))

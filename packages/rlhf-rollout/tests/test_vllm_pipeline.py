@@ -38,8 +38,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def backend(model_path: str) -> Iterator[VLLMBackend]:
-    options = {"pipeline_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8}
-    backend = VLLMBackend(RolloutConfig(model=model_path, max_model_len=512, max_num_seqs=8, options=options))
+    options = {"pipeline_parallel_size": 2}
+    backend = VLLMBackend(
+        RolloutConfig(model=model_path, max_model_len=512, max_num_seqs=8, adapter_rank=8, options=options)
+    )
     yield backend
     backend.close()
 

@@ -29,6 +29,9 @@ class RolloutConfig:
     max_num_seqs: int = 64
     """Sequences that run at the same time."""
     tensor_parallel_size: int = 1
+    adapter_rank: int = 0
+    """Largest rank of an adapter that a weight sync may bring on its own; 0 for none. A backend that cannot take
+    adapters ignores it and says so in its capabilities."""
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,6 +40,8 @@ class RolloutConfig:
         for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout: {name} must be at least 1, got {getattr(self, name)}")
+        if self.adapter_rank < 0:
+            raise ConfigError(f"rollout: adapter_rank must be at least 0, got {self.adapter_rank}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

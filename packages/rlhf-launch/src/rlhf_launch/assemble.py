@@ -116,7 +116,7 @@ def _place_roles(
     judges = reward_plans(config, inputs.components)
     plans = {role: training_plans(config, inputs.components, role) for role in roles_of(config)}
     plans |= {f"reward {name}": judge for name, judge in judges.items()}
-    engines = rollout_plans(config, inputs.components)
+    engines = rollout_plans(config, inputs.components, adapter_rank=config.adapter_rank)
     handles: list[Handle] = list(
         executor.place([*(plan for plans_ in plans.values() for plan in plans_), *engines])
     )

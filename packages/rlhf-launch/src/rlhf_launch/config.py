@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhf_algos.off_policy import OffPolicyCorrection
 from rlhf_algos.recipes import GRPO, PPO
-from rlhf_core import ConfigError, OptimizerConfig
+from rlhf_core import ConfigError, LoraConfig, OptimizerConfig
 from rlhf_core.engines import DType
 
 from rlhf_launch.reward_config import RewardSection
@@ -194,6 +194,7 @@ class RunConfig:
             )
         self._check_overlap()
         self._check_best()
+        _ = self.adapter_rank  # refuses what does not go together
         self.rollout.check_room(self.max_model_len_needed)
 
     def _check_overlap(self) -> None:
@@ -222,6 +223,19 @@ class RunConfig:
         if overlap is None or not overlap.off_policy_correction or recipe.off_policy:
             return recipe
         return replace(recipe, off_policy=(OffPolicyCorrection(),))
+
+    @property
+    def adapter_rank(self) -> int:
+        """Rank of the adapters that travel alone; 0 where whole weights do."""
+        lora = self.train.options.get("lora")
+        if self.weight_sync.adapters != "adapter":
+            return 0
+        if not isinstance(lora, Mapping):
+            raise ConfigError(
+                "weight_sync.adapters=adapter sends the policy's adapters, but train.options.lora is not set; "
+                "write e.g. train.options.lora.rank=16, or leave weight_sync.adapters out"
+            )
+        return int(lora.get("rank", LoraConfig().rank))
 
     @property
     def max_model_len_needed(self) -> int:

@@ -166,8 +166,8 @@ def rank_plans(name: str, engine: str, config: EngineConfig, *, ranks: int, room
     ]
 
 
-def rollout_plans(config: WorkerNeeds, components: Components) -> list[WorkerPlan]:
-    """The rollout engines."""
+def rollout_plans(config: WorkerNeeds, components: Components, *, adapter_rank: int = 0) -> list[WorkerPlan]:
+    """The rollout engines; `adapter_rank` is that of adapters which they will be sent alone."""
     rollout = config.rollout
     backend_config = RolloutConfig(
         model=config.model.policy,
@@ -176,6 +176,7 @@ def rollout_plans(config: WorkerNeeds, components: Components) -> list[WorkerPla
         max_model_len=rollout.max_model_len or config.max_model_len_needed,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel_size,
+        adapter_rank=adapter_rank,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,

@@ -69,8 +69,8 @@ class WeightSync:
             )
         if self._options.adapters == "adapter" and not pool.adapters:
             raise ConfigError(
-                "weight sync: adapters=adapter needs rollout engines that take an adapter alone; with the vllm "
-                "backend set rollout.options enable_lora: true and max_lora_rank, or write adapters: merged"
+                "weight sync: adapters=adapter needs rollout engines that take an adapter alone, which the backend "
+                "vllm does and this one does not; write adapters: merged"
             )
 
     def __call__(self, version: int) -> SyncReport:

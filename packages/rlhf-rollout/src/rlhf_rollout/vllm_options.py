@@ -7,7 +7,7 @@ import difflib
 import gc
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_core import ConfigError, RolloutConfig
 
@@ -22,6 +22,8 @@ _FIXED = {
     "async_scheduling": "no step may be in flight while weights change",
     "worker_extension_cls": "the weight receiver is a worker extension",
     "weight_transfer_config": "the weight receiver is a transfer engine",
+    "enable_lora": "it follows from RolloutConfig.adapter_rank",
+    "max_lora_rank": "it follows from RolloutConfig.adapter_rank",
     "distributed_executor_backend": "it follows from the number of workers",
     "data_parallel_size": "run several backends for more throughput",
     "stream_interval": "finished requests only are taken from the engine",
@@ -99,9 +101,24 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         "worker_extension_cls": "rlhf_rollout.vllm_extension.RolloutExtension",
         "weight_transfer_config": {"backend": "rlhf-link"},
     }
+    if config.adapter_rank:
+        arguments |= {"enable_lora": True, "max_lora_rank": _adapter_room(config.adapter_rank)}
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)
     return arguments | {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
+
+
+def _adapter_room(rank: int) -> int:
+    """The smallest rank that vLLM makes room for and that holds `rank`."""
+    from vllm.config.lora import MaxLoRARanks
+
+    rooms = sorted(get_args(MaxLoRARanks))
+    if rank > rooms[-1]:
+        raise ConfigError(
+            f"adapters of rank {rank} are too large for vLLM, which has room for {rooms[-1]}; lower the rank, or "
+            "sync merged weights"
+        )
+    return next(room for room in rooms if room >= rank)
 
 
 def _check_options(config: RolloutConfig) -> None:
@@ -122,10 +139,8 @@ def _check_options(config: RolloutConfig) -> None:
             f"rollout option sleep_level must be 1 (weights wait in host memory) or 2 (weights are dropped and "
             f"must be sent again), got {config.options['sleep_level']!r}"
         )
-    if config.options.get("enable_lora") and config.options.get("sleep_level", 1) == 2:
-        raise ConfigError(
-            "rollout option sleep_level=2 drops the weights that adapters (enable_lora) belong to; use level 1"
-        )
+    if config.adapter_rank and config.options.get("sleep_level", 1) == 2:
+        raise ConfigError("rollout option sleep_level=2 drops the weights that adapters belong to; use level 1")
 
 
 def _check_speculation(config: RolloutConfig) -> None:

@@ -27,7 +27,7 @@ class EngineWeights:
     """The weights of one engine.
 
     Args:
-        adapters: whether the engine was built with `enable_lora`.
+        adapters: whether the engine was built with room for them (`adapter_rank`).
     """
 
     def __init__(self, *, adapters: bool) -> None:
@@ -75,13 +75,13 @@ class EngineWeights:
         """Take weights or an adapter, and drop all that was computed with the old ones.
 
         Raises:
-            CapabilityError: an adapter, and the engine was built without `enable_lora`.
+            CapabilityError: an adapter, and the engine was built with adapter_rank 0.
             WeightSyncError: it did not arrive or does not fit; the loop then refuses requests.
         """
         if manifest.adapter is not None and not self._adapters:
             raise CapabilityError(
-                "this engine takes no adapters: give rollout.options enable_lora=true and a max_lora_rank of at "
-                f"least {manifest.adapter.rank}, or sync merged weights"
+                "this engine was built without room for adapters: give RolloutConfig an adapter_rank of at least "
+                f"{manifest.adapter.rank}, or sync merged weights"
             )
         try:
             self._check_base(manifest)
