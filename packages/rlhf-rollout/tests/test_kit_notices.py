@@ -7,6 +7,7 @@ from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
 from rlhf_rollout import decoding, transformers_backend
+from rlhf_rollout.decoding_loop import DecodingLoop
 from rlhf_rollout.token_sampling import draw_tokens
 from rlhf_rollout.transformers_backend import TransformersBackend
 
@@ -30,6 +31,7 @@ def start(path):
     started = []
 
     def start(**methods):
+        assert all(hasattr(TransformersBackend, name) for name in methods)
         backend_class = type("Faulty", (TransformersBackend,), methods)
         started.append(backend_class(RolloutConfig(model=path, max_model_len=kit.max_model_len)))
         return started[-1]
@@ -67,9 +69,9 @@ def test_samples_that_share_a_seed(start):
 
 def test_a_version_that_stays(start, trainer):
     def take(self, manifest):
-        before = self._version
+        before = self._loop.version
         TransformersBackend._take_weights(self, manifest)
-        self._version = before
+        self._loop.version = before
 
     with must_fail:
         kit.test_a_sync_brings_the_trainers_weights(start(_take_weights=take), trainer, "local")
@@ -92,11 +94,10 @@ def test_states_of_old_weights_that_are_kept(start, trainer, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["sender closes", "unknown name", "missing name"])
-def test_weights_that_are_trusted_after_a_failure(start, trainer, fault):
+def test_weights_that_are_trusted_after_a_failure(start, trainer, fault, monkeypatch):
+    monkeypatch.setattr(DecodingLoop, "refuse", lambda self, error: None)
     with must_fail:
-        kit.test_after_a_failed_sync_it_refuses_to_sample_until_a_good_one(
-            start(_refuse=lambda self, error: None), trainer, fault
-        )
+        kit.test_after_a_failed_sync_it_refuses_to_sample_until_a_good_one(start(), trainer, fault)
 
 
 def test_coverage_that_is_not_checked(start, trainer, monkeypatch):
@@ -105,20 +106,22 @@ def test_coverage_that_is_not_checked(start, trainer, monkeypatch):
         kit.test_after_a_failed_sync_it_refuses_to_sample_until_a_good_one(start(), trainer, "missing name")
 
 
-def test_a_pause_that_does_nothing(start):
+def test_a_pause_that_does_nothing(start, monkeypatch):
+    monkeypatch.setattr(DecodingLoop, "halt", lambda self: None)
     with must_fail:
-        kit.test_requests_wait_while_paused(start(_halt=lambda self: None))
+        kit.test_requests_wait_while_paused(start())
 
 
-def test_an_abort_that_waits_for_the_end(start):
+def test_an_abort_that_waits_for_the_end(start, monkeypatch):
     def wait(self):
         while self._tickets:
-            self._decoder.step(self._admit(), version=self._version)
+            self.decoder.step(self._admit(), version=self.version)
             self._deliver()
-        self._halt()
+        self.halt()
 
+    monkeypatch.setattr(DecodingLoop, "abort", wait)
     with must_fail:
-        kit.test_paused_with_abort_requests_end_with_what_they_have(start(_abort=wait))
+        kit.test_paused_with_abort_requests_end_with_what_they_have(start())
 
 
 def test_a_stop_token_that_is_dropped(start, monkeypatch):
