@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,10 @@ def join_ranks(device: torch.device) -> Ranks:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         return OneRank()
     if not dist.is_initialized():
+        # Transformers imports DeepSpeed, where installed, when it saves a model. Imported while there is a group,
+        # DeepSpeed keeps it in defaults of arguments: it outlives its end below, and its threads may abort the exit.
+        if find_spec("deepspeed") is not None:
+            import_module("deepspeed")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         # Several engines of one process share the group, so none of them can be the one to end it.
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
