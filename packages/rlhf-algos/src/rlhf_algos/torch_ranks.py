@@ -51,8 +51,8 @@ def join_ranks(device: torch.device) -> Ranks:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         return OneRank()
     if not dist.is_initialized():
-        # Transformers imports DeepSpeed, where installed, when it saves a model. Imported while there is a group,
-        # DeepSpeed keeps it in defaults of arguments: it outlives its end below, and its threads may abort the exit.
+        # Transformers imports DeepSpeed, where installed, when it saves. Imported while there is a group,
+        # DeepSpeed keeps it in defaults of arguments: it outlives its end, and its threads may abort the exit.
         if find_spec("deepspeed") is not None:
             import_module("deepspeed")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
