@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rlhf_core.engines import DType
 from rlhf_core.errors import ConfigError
@@ -14,6 +14,11 @@ from rlhf_core.weights import WeightManifest
 
 PauseMode = Literal["keep", "abort"]
 """`keep`: running requests freeze and continue on resume; `abort`: they end now with what they have."""
+
+PartialSync = Literal["none", "tensors", "values"]
+"""What may travel in place of all weights: nothing, whole tensors that changed, or single values of them too."""
+PARTIAL_SYNCS: tuple[PartialSync, ...] = get_args(PartialSync)
+"""From least to most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +63,7 @@ class BackendCapabilities:
     """top_p, top_k and min_p."""
     images: bool = False
     """Requests may carry images."""
-    partial_sync: Literal["none", "tensors", "values"] = "none"
+    partial_sync: PartialSync = "none"
     """What may travel besides all weights: whole tensors that changed (with those that the engine fuses them with,
     see rlhf_core.delta), or also single values of them."""
     adapters: bool = False

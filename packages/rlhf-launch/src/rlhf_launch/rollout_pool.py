@@ -18,6 +18,7 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
 )
+from rlhf_core.backends import PARTIAL_SYNCS, PartialSync
 
 from rlhf_launch.continuing import generate_to_the_end
 from rlhf_launch.handles import Handle, call_all, gather
@@ -108,10 +109,9 @@ class RolloutPool:
         return self._capabilities[engine].receivers
 
     @property
-    def partial_sync(self) -> str:
-        """What may travel besides all weights, for every engine: `none`, `tensors` or `values`."""
-        steps = ("none", "tensors", "values")
-        return min((c.partial_sync for c in self._capabilities), key=steps.index, default="none")
+    def partial_sync(self) -> PartialSync:
+        """What may travel in place of all weights to every engine."""
+        return min((c.partial_sync for c in self._capabilities), key=PARTIAL_SYNCS.index, default="none")
 
     @property
     def adapters(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_core import ConfigError
+from rlhf_core.backends import PARTIAL_SYNCS, PartialSync
 from rlhf_core.weights import DEFAULT_BUCKET_BYTES
 
 
@@ -21,7 +22,7 @@ class SyncOptions:
     adapters: str = "merged"
     """With a policy that trains adapters: `merged` sends all weights with the adapters' updates in them; `adapter`
     sends the adapters alone, megabytes, which rollout engines put on top of the weights they were loaded with."""
-    delta: str = "none"
+    delta: PartialSync = "none"
     """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.delta)."""
 
     def __post_init__(self) -> None:
@@ -34,5 +35,5 @@ class SyncOptions:
                 f"weight sync: adapters=adapter sends little as it is, and delta={self.delta!r} is for weights; "
                 "leave out one of them"
             )
-        if self.delta not in ("none", "tensors", "values"):
+        if self.delta not in PARTIAL_SYNCS:
             raise ConfigError(f"weight sync: delta must be none, tensors or values, got {self.delta!r}")

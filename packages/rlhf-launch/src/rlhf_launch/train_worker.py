@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +187,7 @@ class TrainWorker:
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for, peaks under `peak_<phase>`; empty if the engine does not say."""
         report: Any = getattr(self.engine, "memory_report", None)
-        if report is None:
-            return {}
-        found = asdict(report())
-        peaks = {f"peak_{phase}": size for phase, size in found.pop("peaks", {}).items()}
-        return {name: size for name, size in found.items() if isinstance(size, int)} | peaks
+        return {} if report is None else report().sizes
 
     def close(self) -> None:
         """Release engine, link and store."""

@@ -61,8 +61,7 @@ class WeightSync:
         """How the weights travel."""
         self.version: int | None = None
         """What all live engines have; None before the first sync and after a failed one."""
-        steps = ("none", "tensors", "values")
-        if steps.index(self._options.delta) > steps.index(pool.partial_sync):
+        if PARTIAL_SYNCS.index(self._options.delta) > PARTIAL_SYNCS.index(pool.partial_sync):
             raise ConfigError(
                 f"weight sync: delta={self._options.delta!r} needs more than the rollout backend can take "
                 f"(partial_sync={pool.partial_sync!r}); choose {pool.partial_sync!r}"

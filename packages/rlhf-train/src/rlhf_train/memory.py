@@ -36,18 +36,21 @@ class MemoryReport:
     after_offload: int | None = None
     """Accelerator memory that stayed in use after the last `offload`; None if there was none."""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """All numbers in bytes under flat names, peaks as `peak_<phase>`."""
+        parts = {name: getattr(self, name) for name in _PARTS}
+        parts |= {f"peak_{phase}": peak for phase, peak in self.peaks.items()}
+        return parts if self.after_offload is None else {**parts, "after_offload": self.after_offload}
+
     def metrics(self, prefix: str = "memory") -> dict[str, float]:
-        """All numbers in GiB under flat names, for a log.
+        """The sizes in GiB, for a log.
 
         >>> one = MemoryReport(parameters=1 << 30, gradients=0, optimizer=0, average=0, resident=0)
         >>> one.metrics("policy")["policy/parameters_gib"]
         1.0
         """
-        parts = {name: getattr(self, name) for name in _PARTS}
-        parts |= {f"peak_{phase}": peak for phase, peak in self.peaks.items()}
-        if self.after_offload is not None:
-            parts["after_offload"] = self.after_offload
-        return {f"{prefix}/{name}_gib": value / 2**30 for name, value in parts.items()}
+        return {f"{prefix}/{name}_gib": size / 2**30 for name, size in self.sizes.items()}
 
 
 class PhaseMemory:
