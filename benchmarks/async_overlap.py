@@ -28,15 +28,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from rlhf_algos.config_files import from_mapping
+from rlhf_algos.config.loader import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.assemble import open_producer, open_run
-from rlhf_launch.checkpoints import CheckpointStore
-from rlhf_launch.config import RunConfig
-from rlhf_launch.online import OnlineRun, train
-from rlhf_launch.preflight import check_inputs
-from rlhf_launch.report import Reporter
-from rlhf_launch.rollout_config import Overlap
+from rlhf_launch.config.rollout import Overlap
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.checkpoints import CheckpointStore
+from rlhf_launch.online.loop import OnlineRun, train
+from rlhf_launch.online.preflight import check_inputs
+from rlhf_launch.online.report import Reporter
+from rlhf_launch.online.run import open_producer, open_run
 
 FILL = 2
 """Steps that are not counted."""

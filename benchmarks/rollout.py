@@ -122,7 +122,7 @@ def run_backend(backend: Any, requests: Sequence[GenerationRequest]) -> list[Gen
 
 def run_bare_vllm(backend: Any, requests: Sequence[GenerationRequest]) -> None:
     """The same engine with the same sampling parameters, stepped by nothing but this loop, on its own thread."""
-    from rlhf_rollout.vllm_requests import sampling_params
+    from rlhf_rollout.backends.vllm.requests import sampling_params
 
     params = [sampling_params(request, backend._config, backend.capabilities) for request in requests]
 
@@ -180,7 +180,7 @@ def rollout_config(model: str, requests: Sequence[GenerationRequest]) -> Rollout
 def bench_engines(
     vllm: Any, model: str, requests: Sequence[GenerationRequest], options: argparse.Namespace
 ) -> dict[str, Any]:
-    from rlhf_rollout.transformers_backend import TransformersBackend
+    from rlhf_rollout.backends.transformers.backend import TransformersBackend
 
     seconds = in_turns(
         {"vllm backend": lambda: run_backend(vllm, requests), "bare vllm": lambda: run_bare_vllm(vllm, requests)},
@@ -218,8 +218,8 @@ def bench_engines(
 
 def bench_rewards(vllm: Any, requests: Sequence[GenerationRequest], repeats: int) -> dict[str, Any]:
     """Each group is one request of eight samples, which is scored while the others are still being generated."""
-    from rlhf_launch.prompts import Prompt
-    from rlhf_launch.sampling_step import trajectories_of
+    from rlhf_launch.samples.prompts import Prompt
+    from rlhf_launch.samples.sample import trajectories_of
     from rlhf_rollout import PythonReward
 
     groups = [replace(request, request_id=f"g{index}", n=GROUP) for index, request in enumerate(requests[::GROUP])]
@@ -302,7 +302,7 @@ class FakeHandle:
 
 def dispatch(engines: int, in_flight: int) -> None:
     """All requests through a pool, every one in flight before the first is answered."""
-    from rlhf_launch.rollout_pool import RolloutPool
+    from rlhf_launch.workers.rollout_pool import RolloutPool
 
     fakes = FakeEngines(in_flight)
     pool = RolloutPool([FakeHandle(str(index), fakes) for index in range(engines)], timeout_s=60)
@@ -380,7 +380,7 @@ def millions(model: str) -> float:
 
 
 def with_vllm(options: argparse.Namespace) -> dict[str, Any]:
-    from rlhf_rollout.vllm_backend import VLLMBackend
+    from rlhf_rollout.backends.vllm.backend import VLLMBackend
 
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:

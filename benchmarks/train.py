@@ -219,7 +219,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def print_balance(lengths: list[tuple[int, int]]) -> None:
     """Longest over mean load of several ranks."""
-    from rlhf_launch.train_group import deal_units
+    from rlhf_launch.workers.train_group import deal_units
 
     totals = [before + after for before, after in lengths]
     print(f"\n{'ranks':>6} {'as they come':>14} {'dealt':>8}   slowest rank over mean, in tokens")

@@ -198,7 +198,7 @@ class Engine:
         self.plain: dict[str, torch.Tensor] = {}
         if vllm:
             from rlhf_core import RolloutConfig
-            from rlhf_rollout.vllm_backend import VLLMBackend
+            from rlhf_rollout.backends.vllm.backend import VLLMBackend
 
             config = RolloutConfig(model=model, max_model_len=256, max_num_seqs=4)
             os.environ.update(VLLMBackend.process_environment(config))
@@ -301,7 +301,7 @@ def _begin(worker: Any) -> None:
 
 
 def _end(worker: Any) -> None:
-    from rlhf_rollout.vllm_weights import _repack_head
+    from rlhf_rollout.backends.vllm.worker.transfer import _repack_head
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(worker.model_runner.model, worker.model_config)

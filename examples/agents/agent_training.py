@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_algos.engine import TorchEngine
-from rlhf_algos.recipes import GRPO
+from rlhf_algos.recipes.recipes import GRPO
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import (
     Batch,
     EngineConfig,
@@ -23,7 +23,7 @@ from rlhf_core import (
     send_weights,
 )
 from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, EnvironmentReward, score_as_finished, tool_call_parser
-from rlhf_rollout.transformers_backend import TransformersBackend
+from rlhf_rollout.backends.transformers.backend import TransformersBackend
 from torch import Tensor
 
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from agent_training import AgentTraining, StepResult, train
-from rlhf_algos.engine import TorchEngine
-from rlhf_algos.recipes import GRPO
-from rlhf_algos.sft import SFTConfig, sft
+from rlhf_algos.losses.offline.sft import SFTConfig, sft
+from rlhf_algos.recipes.recipes import GRPO
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import Batch, EngineConfig, Loss, Observation, OptimizerConfig, SamplingConfig, pad_rows
 from rlhf_rollout import AgentConfig, AgentTask, ToolEnvironment
-from rlhf_rollout.turn_tokens import TurnTokens
+from rlhf_rollout.agents.turn_tokens import TurnTokens
 
 CALL_BEGIN, CALL_END = '{"name": "multiply", "arguments": {"left": ', "}}"
 SPECIAL = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]

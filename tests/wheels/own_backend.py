@@ -22,8 +22,7 @@ def main() -> None:
         raise SystemExit("this environment was meant to be without vLLM")
     from rlhf_core import SamplingConfig
     from rlhf_core.testing.tiny import save_tiny_model
-    from rlhf_launch.assemble import run_online
-    from rlhf_launch.config import (
+    from rlhf_launch.config.run import (
         AlgorithmSection,
         DataSection,
         ModelSection,
@@ -33,6 +32,7 @@ def main() -> None:
         RunConfig,
         TrainSection,
     )
+    from rlhf_launch.online.run import run_online
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 from rlhf_algos import command
-from rlhf_algos.offline_methods import METHODS
+from rlhf_algos.offline.methods import METHODS
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 
 
@@ -32,12 +32,12 @@ def call(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def forbid_model_loading(monkeypatch):
-    import rlhf_algos.engine
+    import rlhf_algos.torch_engine.engine
 
     def refuse(*_):
         pytest.fail("a model was loaded before the mistake was found")
 
-    monkeypatch.setattr(rlhf_algos.engine, "load_model", refuse)
+    monkeypatch.setattr(rlhf_algos.torch_engine.engine, "load_model", refuse)
 
 
 def write(tmp_path, model, **changes):
@@ -131,13 +131,13 @@ def test_a_method_of_ones_own(call, tmp_path, model):
 
 
 def test_a_diverging_run_is_exit_code_1(call, tmp_path, model, monkeypatch):
-    import rlhf_algos.offline
+    import rlhf_algos.offline.loop
     from rlhf_core import TrainingDivergedError
 
     def diverge(*_, **__):
         raise TrainingDivergedError("6 training steps in a row")
 
-    monkeypatch.setattr(rlhf_algos.offline, "train", diverge)
+    monkeypatch.setattr(rlhf_algos.offline.loop, "train", diverge)
     code, _, errors = call("dpo", write(tmp_path, model))
     assert code == 1
     assert "failed: 6 training steps" in errors

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rlhf_algos.config_files import from_mapping
+from rlhf_algos.config.loader import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.config import RunConfig
+from rlhf_launch.config.run import RunConfig
 
 REWARD_MODULES = Path(__file__).parent / "reward_modules"
 

@@ -16,7 +16,7 @@ from rlhf_core import EngineDiedError
 def serve(pipe: Any, backend: str, config: Any, environment: dict[str, str]) -> None:
     """Runs in the process: carry out calls from the pipe, all at once, until it closes."""
     os.environ.update(environment)
-    from rlhf_launch.rollout_worker import RolloutWorker
+    from rlhf_launch.workers.rollout_engine import RolloutWorker
 
     worker = RolloutWorker(backend, config, environment)
     loop = asyncio.new_event_loop()

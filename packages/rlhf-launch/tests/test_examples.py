@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rlhf_algos.config_files import from_mapping
-from rlhf_launch.config import RunConfig
-from rlhf_launch.scaled_offline import ScaledOfflineConfig
+from rlhf_algos.config.loader import from_mapping
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.offline.run import ScaledOfflineConfig
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 

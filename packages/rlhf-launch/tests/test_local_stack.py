@@ -17,7 +17,7 @@ def test_deepspeed_and_vllm_share_a_process(settings, folder, tmp_path):
     settings["train"] |= {"engine": "deepspeed"}
     settings |= {"steps": 4, "checkpoint_in_background": True, "checkpoint_every": 2, "tensorboard": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    program = "from rlhf_launch.command import main; main()"
+    program = "from rlhf_launch.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "train", str(tmp_path / "run.yaml")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "RLHF_TRACEBACK": "1"},

@@ -10,17 +10,17 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.config_files import from_mapping
+from rlhf_algos.config.loader import from_mapping
 from rlhf_core import ResourceError, collate
-from rlhf_launch.assemble import open_producer, open_run
-from rlhf_launch.checkpoints import CheckpointStore
-from rlhf_launch.collecting import sample_and_score
-from rlhf_launch.config import RunConfig
-from rlhf_launch.online import add_model_outputs, train, train_on
-from rlhf_launch.preflight import check_inputs
-from rlhf_launch.report import PhaseClock, Reporter
-from rlhf_launch.rollout_config import Overlap
-from rlhf_launch.run_state import RunState
+from rlhf_launch.config.rollout import Overlap
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.checkpoints import CheckpointStore
+from rlhf_launch.online.loop import add_model_outputs, train, train_on
+from rlhf_launch.online.preflight import check_inputs
+from rlhf_launch.online.report import PhaseClock, Reporter
+from rlhf_launch.online.run import open_producer, open_run
+from rlhf_launch.online.state import RunState
+from rlhf_launch.samples.collecting import sample_and_score
 
 pytestmark = pytest.mark.stack
 

@@ -6,10 +6,11 @@ from rlhf_core import RolloutConfig, copy_into
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
-from rlhf_rollout import decoding, transformers_backend
-from rlhf_rollout.decoding_loop import DecodingLoop
-from rlhf_rollout.token_sampling import draw_tokens
-from rlhf_rollout.transformers_backend import TransformersBackend
+from rlhf_rollout.backends.transformers import backend as transformers_backend
+from rlhf_rollout.backends.transformers import decoder as decoding
+from rlhf_rollout.backends.transformers.backend import TransformersBackend
+from rlhf_rollout.backends.transformers.loop import DecodingLoop
+from rlhf_rollout.backends.transformers.token_sampling import draw_tokens
 
 kit = RolloutBackendConformance()
 must_fail = pytest.raises((AssertionError, pytest.fail.Exception))

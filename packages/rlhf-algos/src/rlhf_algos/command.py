@@ -44,8 +44,8 @@ def _command(method: str) -> Callable[..., None]:
             bool, typer.Option("--print-config", help="Print the full configuration and stop.")
         ] = False,
     ) -> None:
-        from rlhf_algos.config_files import dump_config, load_config
-        from rlhf_algos.offline_config import OfflineConfig
+        from rlhf_algos.config.loader import dump_config, load_config
+        from rlhf_algos.offline.config import OfflineConfig
 
         extra = list(overrides or ())
         if config is not None and "=" in str(config) and not config.exists():
@@ -58,7 +58,7 @@ def _command(method: str) -> Callable[..., None]:
             return
         import transformers
 
-        from rlhf_algos.offline import train
+        from rlhf_algos.offline.loop import train
 
         transformers.utils.logging.disable_progress_bar()
         with ProgressBar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:

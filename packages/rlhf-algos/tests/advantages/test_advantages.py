@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_algos.advantages import discounted_returns, gae, spread, whiten
+from rlhf_algos.advantages.returns import discounted_returns, gae, spread, whiten
 
 MASK = torch.tensor([[False, True, True, True]])
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.estimators import ESTIMATORS, estimator
+from rlhf_algos.advantages.registry import ESTIMATORS, estimator
 from rlhf_core import Batch, ConfigError, PluginError
 
 MASK = torch.tensor([[True, True], [True, False]])
@@ -33,7 +33,7 @@ def test_all_are_covered():
 
 
 def test_by_path_and_unknown():
-    assert estimator("rlhf_algos.group_advantages:rloo_advantages").__name__ == "rloo_advantages"
+    assert estimator("rlhf_algos.advantages.groups:rloo_advantages").__name__ == "rloo_advantages"
     with pytest.raises(ConfigError, match="did you mean 'rloo'"):
         estimator("rlo")
     with pytest.raises(PluginError):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_algos.group_advantages import (
+from rlhf_algos.advantages.groups import (
     grpo_advantages,
     opo_advantages,
     remax_advantages,

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.reward_shaping import (
+from rlhf_algos.advantages.reward_shaping import (
     RewardShaping,
     overlong_penalty,
     place_scores,

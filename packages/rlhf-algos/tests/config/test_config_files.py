@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from rlhf_algos.config_files import dump_config, load_config
+from rlhf_algos.config.loader import dump_config, load_config
 from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
 
 

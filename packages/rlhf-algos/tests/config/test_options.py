@@ -1,6 +1,6 @@
 import pytest
-from rlhf_algos.options import from_options
-from rlhf_algos.policy_losses import PolicyLossConfig
+from rlhf_algos.config.options import from_options
+from rlhf_algos.losses.online.clipped import PolicyLossConfig
 from rlhf_core import ConfigError
 
 

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import pytest
-from rlhf_algos.data import Row
-from rlhf_algos.encoding import Encoder, EncodingOptions, LengthLimit
-from rlhf_algos.examples import collate_examples, encode_rows, fit
-from rlhf_algos.method_rows import (
+from rlhf_algos.data.encoding import Encoder, EncodingOptions, LengthLimit
+from rlhf_algos.data.examples import collate_examples, encode_rows, fit
+from rlhf_algos.data.readers import (
     preference_examples,
     split_pair,
     step_examples,
     supervised_examples,
     unpaired_examples,
 )
+from rlhf_algos.data.sources import Row
 from rlhf_core import ConfigError, DataError
 from rlhf_core.testing.tiny import byte_tokenizer
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from rlhf_algos.data import DataSource, read_rows
+from rlhf_algos.data.sources import DataSource, read_rows
 from rlhf_core import ConfigError, DataError
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.aggregation import aggregate, row_count
+from rlhf_algos.losses.aggregation import aggregate, row_count
 from rlhf_core import ConfigError
 
 VALUES = torch.tensor([[1.0, 2.0, 3.0], [10.0, float("nan"), 0.0], [float("inf"), 7.0, 7.0]])

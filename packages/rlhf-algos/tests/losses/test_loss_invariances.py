@@ -6,18 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf_algos.covariance_losses import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
-from rlhf_algos.distillation import OnPolicyDistillationConfig, on_policy_distillation
-from rlhf_algos.kto import KTOConfig, kto
-from rlhf_algos.pair_losses import PAIR_LOSSES, aot_partners
-from rlhf_algos.policy_losses import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
-from rlhf_algos.preference_losses import DPOConfig, dpo, with_sft_divisor
-from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
-from rlhf_algos.reward_losses import ProcessRewardConfig, RewardLossConfig, bradley_terry, process_reward
-from rlhf_algos.sequence_losses import GMPOConfig, GSPOConfig, gmpo, gspo
-from rlhf_algos.sft import SFTConfig, sft
-from rlhf_algos.soft_clip_losses import CISPOConfig, SAPOConfig, cispo, sapo
-from rlhf_algos.value_losses import ValueLossConfig, value_clip
+from rlhf_algos.losses.offline.distillation import OnPolicyDistillationConfig, on_policy_distillation
+from rlhf_algos.losses.offline.kto import KTOConfig, kto
+from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, aot_partners
+from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
+from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.losses.offline.reward_model import (
+    ProcessRewardConfig,
+    RewardLossConfig,
+    bradley_terry,
+    process_reward,
+)
+from rlhf_algos.losses.offline.sft import SFTConfig, sft
+from rlhf_algos.losses.online.clipped import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
 from rlhf_core import Batch, Loss, ModelOutputs, accumulate
 
 LENGTHS = [7, 4, 9, 3, 6, 5, 8, 4]

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_algos.distillation import DivergenceConfig, divergence_from_logits
-from rlhf_algos.group_advantages import grpo_advantages, rloo_advantages
-from rlhf_algos.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
+from rlhf_algos.advantages.groups import grpo_advantages, rloo_advantages
+from rlhf_algos.losses.offline.distillation import DivergenceConfig, divergence_from_logits
+from rlhf_algos.losses.offline.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
+from rlhf_algos.losses.offline.pairwise import aot_partners
+from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
+from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.losses.offline.reward_model import RewardLossConfig, bradley_terry
+from rlhf_algos.losses.online.clipped import PolicyLossConfig, ppo_clip
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.off_policy import OffPolicyCorrection
-from rlhf_algos.pair_losses import aot_partners
-from rlhf_algos.policy_losses import PolicyLossConfig, ppo_clip
-from rlhf_algos.preference_losses import DPOConfig, dpo, with_sft_divisor
-from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
-from rlhf_algos.reward_losses import RewardLossConfig, bradley_terry
-from rlhf_algos.sequence_losses import GMPOConfig, GSPOConfig, gmpo, gspo
-from rlhf_algos.soft_clip_losses import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_core import Batch, ModelOutputs
 
 pytest.importorskip("trl")

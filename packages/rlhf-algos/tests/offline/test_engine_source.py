@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from rlhf_algos.data import DataSource
-from rlhf_algos.engine import TorchEngine
-from rlhf_algos.engine_source import EngineSource
+from rlhf_algos.data.sources import DataSource
 from rlhf_algos.metrics import read_metrics
-from rlhf_algos.offline import train
-from rlhf_algos.offline_config import CheckpointConfig, LearningConfig, OfflineConfig
+from rlhf_algos.offline.config import CheckpointConfig, LearningConfig, OfflineConfig
+from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.loop import train
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import ConfigError
 from rlhf_core.testing.tiny import save_tiny_model
 

@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import rlhf_algos.offline_data
+import rlhf_algos.offline.run_data
 import torch
-from rlhf_algos.data import DataSource
-from rlhf_algos.encoding import LengthLimit
+from rlhf_algos.data.encoding import LengthLimit
+from rlhf_algos.data.sources import DataSource
 from rlhf_algos.metrics import read_metrics
-from rlhf_algos.offline import train
-from rlhf_algos.offline_config import (
+from rlhf_algos.offline.config import (
     CheckpointConfig,
     EvalConfig,
     LearningConfig,
     OfflineConfig,
     RunConfig,
 )
-from rlhf_algos.offline_methods import METHODS
+from rlhf_algos.offline.loop import train
+from rlhf_algos.offline.methods import METHODS
 from rlhf_core import ConfigError, LoraConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
@@ -109,7 +109,7 @@ def test_the_reference_is_scored_once_and_then_read_from_the_cache(make, monkeyp
     first = train(replace(config, max_steps=1))
     (cached,) = config.reference_cache.glob("*.safetensors")
     monkeypatch.setattr(
-        "rlhf_algos.reference_cache.score_rows", lambda *args: pytest.fail("the reference was scored again")
+        "rlhf_algos.offline.reference.score_rows", lambda *args: pytest.fail("the reference was scored again")
     )
     again = train(replace(config, max_steps=1, output=config.output.with_name("again")))
     assert again.metrics["loss"] == first.metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -217,7 +217,7 @@ def test_mixed_datasets_follow_their_weights(make, tmp_path):
     other.write_text("".join(json.dumps({"prompt": f"x{i}", "completion": "y"}) + "\n" for i in range(22)))
     config = make("sft")
     mixed = replace(config, train=(replace(config.train[0], weight=9.0), DataSource(path=str(other))))
-    data = rlhf_algos.offline_data.load_data(mixed)
+    data = rlhf_algos.offline.run_data.load_data(mixed)
     share = sum(index < 22 for epoch in range(10) for index in data.order(mixed, epoch)) / 440
     assert 0.85 < share < 0.95
     assert train(mixed).steps == 11
@@ -226,14 +226,14 @@ def test_mixed_datasets_follow_their_weights(make, tmp_path):
 def test_a_share_of_the_rows_is_held_out(make):
     for method in ("dpo", "kto"):
         config = make(method, hold_out=0.2, output=make(method).output / method)
-        data = rlhf_algos.offline_data.load_data(config)
+        data = rlhf_algos.offline.run_data.load_data(config)
         trained, held = ({e.row_name for e in part} for part in (data.train, data.eval))
         assert (len(trained), len(held)) == (18, 4)
         assert not trained & held
-        assert [e.name for e in rlhf_algos.offline_data.load_data(config).eval] == [e.name for e in data.eval]
+        assert [e.name for e in rlhf_algos.offline.run_data.load_data(config).eval] == [e.name for e in data.eval]
     assert "eval/loss" in train(replace(config, max_steps=1)).metrics
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
-        rlhf_algos.offline_data.load_data(make("dpo", hold_out=0.99))
+        rlhf_algos.offline.run_data.load_data(make("dpo", hold_out=0.99))
     with pytest.raises(ConfigError, match="hold_out"):
         make("dpo", hold_out=1.0)
 
@@ -241,8 +241,8 @@ def test_a_share_of_the_rows_is_held_out(make):
 OWN_LOSSES = """
 from dataclasses import dataclass
 from rlhf_algos import DPOConfig
-from rlhf_algos.preference_losses import dpo
-from rlhf_algos.sft import SFTConfig, sft
+from rlhf_algos.losses.offline.preference import dpo
+from rlhf_algos.losses.offline.sft import SFTConfig, sft
 
 
 def doubled(outputs, batch, config: DPOConfig):
@@ -386,7 +386,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(make, tmp_path):
 @pytest.mark.stack
 @pytest.mark.parametrize("method", ["dpo", "kto", "distill"])
 def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
-    from rlhf_algos.config_files import dump_config
+    from rlhf_algos.config.loader import dump_config
 
     config = make(method, output=tmp_path / "two")
     config = replace(config, eval=config.train)
@@ -410,7 +410,7 @@ def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
 RESUMED = """
 import sys
 from pathlib import Path
-import rlhf_algos.offline as offline
+import rlhf_algos.offline.loop as offline
 from rlhf_algos import CheckpointConfig, OfflineConfig, load_config, train
 from dataclasses import replace
 
@@ -439,7 +439,7 @@ train(replace(stopped, resume=True))
 
 @pytest.mark.stack
 def test_two_processes_resume_bit_for_bit(make, tmp_path):
-    from rlhf_algos.config_files import dump_config
+    from rlhf_algos.config.loader import dump_config
 
     config = make("dpo", output=tmp_path / "whole")
     (tmp_path / "run.yaml").write_text(dump_config(config))

@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_algos.sampling_order import batch_indices, epoch_order, split_by_length, steps_per_epoch
+from rlhf_algos.offline.order import batch_indices, epoch_order, split_by_length, steps_per_epoch
 
 
 def test_one_dataset_is_permuted_anew_every_epoch():

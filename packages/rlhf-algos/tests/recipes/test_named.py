@@ -1,9 +1,9 @@
 import pytest
 import torch
-from rlhf_algos.named_losses import POLICY_LOSSES, make_policy_loss
-from rlhf_algos.named_recipes import NAMED_RECIPES, make_recipe
-from rlhf_algos.policy_recipe import Recipe
-from rlhf_algos.recipes import GRPO, PPO
+from rlhf_algos.losses.online.registry import POLICY_LOSSES, make_policy_loss
+from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
+from rlhf_algos.recipes.policy_recipe import Recipe
+from rlhf_algos.recipes.recipes import GRPO, PPO
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, True, True]])

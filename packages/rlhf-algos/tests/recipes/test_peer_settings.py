@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from rlhf_algos.advantages.reward_shaping import RewardShaping
+from rlhf_algos.losses.online.clipped import PolicyLossConfig, ppo_clip
 from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy
-from rlhf_algos.policy_losses import PolicyLossConfig, ppo_clip
-from rlhf_algos.recipes import GRPO, PPO
-from rlhf_algos.reward_shaping import RewardShaping
+from rlhf_algos.recipes.recipes import GRPO, PPO
 from rlhf_core import Batch, ModelOutputs
 
 ROWS, LENGTH = 6, 5

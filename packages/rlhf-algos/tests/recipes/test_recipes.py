@@ -2,12 +2,12 @@ import pickle
 
 import pytest
 import torch
+from rlhf_algos.advantages.reward_shaping import RewardShaping
 from rlhf_algos.kl import AdaptiveKL, FixedKL
+from rlhf_algos.losses.online.clipped import ppo_clip
 from rlhf_algos.off_policy import OffPolicyCorrection
-from rlhf_algos.policy_losses import ppo_clip
-from rlhf_algos.policy_recipe import Recipe
-from rlhf_algos.recipes import GRPO, PPO
-from rlhf_algos.reward_shaping import RewardShaping
+from rlhf_algos.recipes.policy_recipe import Recipe
+from rlhf_algos.recipes.recipes import GRPO, PPO
 from rlhf_core import Batch, ConfigError, PluginError
 
 MASK = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, False, False]])

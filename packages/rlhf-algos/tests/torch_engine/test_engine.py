@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf_algos.engine import TorchEngine
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import (
     Batch,
     ConfigError,

@@ -1,5 +1,5 @@
 import pytest
-from rlhf_algos.engine import TorchEngine
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core.testing.engine import TrainEngineConformance
 
 

@@ -1,12 +1,11 @@
 """Data types, seams and the weight-sync protocol that the rlhf packages, and replacements of them, share."""
 
-from rlhf_core.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
-from rlhf_core.adapters import LoraConfig
-from rlhf_core.backends import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
-from rlhf_core.batch import Batch, collate, pad_rows
-from rlhf_core.delta import DeltaSource
-from rlhf_core.engines import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
-from rlhf_core.environments import Environment, Observation, ToolCall, Turn
+from rlhf_core.adapters.lora import LoraConfig
+from rlhf_core.data.batch import Batch, collate, pad_rows
+from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.masking import masked_mean, masked_sum
+from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
+from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import (
     CapabilityError,
     ConfigError,
@@ -22,22 +21,22 @@ from rlhf_core.errors import (
     UserError,
     WeightSyncError,
 )
-from rlhf_core.forward import model_outputs
-from rlhf_core.generation import FinishReason, GenerationRequest, GenerationResult, Sample
-from rlhf_core.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
-from rlhf_core.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
-from rlhf_core.manifest import Bucket, TensorSpec, WeightManifest
-from rlhf_core.masking import masked_mean, masked_sum
+from rlhf_core.interfaces.environments import Environment, Observation, ToolCall, Turn
+from rlhf_core.interfaces.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
+from rlhf_core.interfaces.rewards import Failed, RewardFunction, Score, check_scores, keep_scored
+from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
+from rlhf_core.interfaces.training import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
+from rlhf_core.model.forward import model_outputs
+from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from rlhf_core.plugins import ROLLOUT_BACKENDS, TRAIN_ENGINES, load_object, load_plugin, plugin_names
-from rlhf_core.random_state import RandomState
-from rlhf_core.receiving import receive_weights
-from rlhf_core.rewards import Failed, RewardFunction, Score, check_scores, keep_scored
-from rlhf_core.sampling import LogProbMeaning, SamplingConfig
-from rlhf_core.schedule import learning_rate
-from rlhf_core.sending import send_weights
-from rlhf_core.trajectory import Trajectory
-from rlhf_core.transport import Link, Receiver, Sender, join, open_sender
-from rlhf_core.weights import (
+from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
+from rlhf_core.training.learning_rate import learning_rate
+from rlhf_core.training.random_state import RandomState
+from rlhf_core.weight_sync.delta import DeltaSource
+from rlhf_core.weight_sync.manifest import Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.receive import receive_weights
+from rlhf_core.weight_sync.send import send_weights
+from rlhf_core.weight_sync.source import (
     ModuleWeights,
     PackingSource,
     WeightSource,
@@ -45,6 +44,7 @@ from rlhf_core.weights import (
     check_coverage,
     copy_into,
 )
+from rlhf_core.weight_sync.transports.transport import Link, Receiver, Sender, join, open_sender
 
 __all__ = [
     "ROLLOUT_BACKENDS",

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from rlhf_core import ConfigError, LoraConfig
-from rlhf_core.adapters import adapted_layers, add_adapters, base_name, merged
-from rlhf_core.quantized import dequantized, outline, quantized_loading, settle_quantized
+from rlhf_core.adapters.lora import adapted_layers, add_adapters, base_name, merged
+from rlhf_core.adapters.quantized import dequantized, outline, quantized_loading, settle_quantized
 from rlhf_core.testing.tiny import save_tiny_model
 
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from rlhf_core import Loss, Mean, mean_of, merge_metrics
-from rlhf_core.loss import zero_outputs
+from rlhf_core.interfaces.loss import zero_outputs
 from rlhf_core.testing.engine import rows, supervised_loss
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core import segment_kernels
-from rlhf_core.packing import Layout, Segment
-from rlhf_core.segment_kernels import (
+from rlhf_core.model import attention_kernels
+from rlhf_core.model.attention_kernels import (
     SEGMENT_ATTENTION,
     block_segments,
     kernels_for,
     sdpa_segments,
     varlen_segments,
 )
+from rlhf_core.model.packing import Layout, Segment
 
 BRANCHED = Layout(
     segments=(
@@ -73,7 +73,7 @@ def flash(query, key, value, cu_q, cu_k, max_q, max_k, scale):
 
 @pytest.fixture
 def with_flash(monkeypatch):
-    monkeypatch.setattr(segment_kernels, "_varlen_function", lambda: flash)
+    monkeypatch.setattr(attention_kernels, "_varlen_function", lambda: flash)
 
 
 @pytest.mark.usefixtures("with_flash")
@@ -111,7 +111,7 @@ def test_lengths_of_queries_and_keys(groups):
         for length in branches:
             segments.append(Segment(start=end, stop=end + length, prompt_start=start, prompt_stop=start + prompt))
             end += length
-    gathered, (cu_q, cu_k, max_q, max_k) = segment_kernels._varlen_arguments(segments, torch.device("cpu"))
+    gathered, (cu_q, cu_k, max_q, max_k) = attention_kernels._varlen_arguments(segments, torch.device("cpu"))
     assert cu_q.tolist()[-1] == end
     assert cu_k.diff().tolist() == [segment.keys for segment in segments]
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
@@ -127,13 +127,13 @@ def test_lengths_of_queries_and_keys(groups):
 def test_which_kernels_a_device_offers(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert kernels_for(cpu, torch.bfloat16, 64) == ("sdpa",)
-    monkeypatch.setattr(segment_kernels, "_varlen_function", lambda: flash)
-    monkeypatch.setattr(segment_kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention_kernels, "_varlen_function", lambda: flash)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: object())
     assert kernels_for(cuda, torch.bfloat16, 64) == ("varlen", "blocks", "sdpa")
     assert kernels_for(cuda, torch.float32, 64) == ("blocks", "sdpa")
     assert kernels_for(cuda, torch.bfloat16, 8) == ("varlen", "sdpa")
-    monkeypatch.setattr(segment_kernels, "_varlen_function", lambda: None)
-    monkeypatch.setattr(segment_kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention_kernels, "_varlen_function", lambda: None)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: None)
     assert kernels_for(cuda, torch.bfloat16, 64) == ("sdpa",)
     assert set(SEGMENT_ATTENTION) == {"sdpa", "varlen", "blocks"}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf_core.log_probs import LogitScaling, chunked_log_probs, entropy_from_logits, log_probs_from_logits
+from rlhf_core.model.log_probs import LogitScaling, chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from torch import nn
 
 
@@ -114,7 +114,7 @@ def test_far_apart_logits_stay_finite():
 
 
 def test_logits_of_more_than_a_chunk_never_exist(monkeypatch):
-    import rlhf_core.log_probs as module
+    import rlhf_core.model.log_probs as module
 
     seen = []
     original = module._log_softmax

@@ -3,9 +3,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core.batch import Batch, pad_rows
-from rlhf_core.micro_batches import cut_micro_batches
-from rlhf_core.packing import Segment, pack
+from rlhf_core.data.batch import Batch, pad_rows
+from rlhf_core.model.packing import Segment, pack
+from rlhf_core.training.micro_batches import cut_micro_batches
 
 
 def batch_of(rows: list[tuple[list[int], int]]) -> Batch:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import ConfigError, OptimizerConfig
-from rlhf_core.schedule import learning_rate
+from rlhf_core.training.learning_rate import learning_rate
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import Batch, pad_rows
-from rlhf_core.micro_batches import TokenBudget, cut_batch
+from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 
 
 def batch_of(rows, *, rows_per_unit=1):

@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_core import TensorSpec, WeightManifest, WeightSyncError, check_base
-from rlhf_core.manifest import AdapterScale
+from rlhf_core.weight_sync.manifest import AdapterScale
 
 TENSORS = (TensorSpec(name="base_model.model.layer.lora_A.weight", shape=(2, 4), dtype="float32"),)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_core.checksum import checksum
+from rlhf_core.weight_sync.checksum import checksum
 
 
 @given(st.integers(1, 200_000), st.integers(0, 2**31), st.integers(0, 7))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_core import WeightSyncError
-from rlhf_core.held_weights import HeldWeights
+from rlhf_core.weight_sync.weight_copy import HeldWeights
 
 WEIGHTS = {
     "embed.weight": torch.arange(6.0),

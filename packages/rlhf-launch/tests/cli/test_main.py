@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from rlhf_launch.command import app
+from rlhf_launch.cli.main import app
 from typer.testing import CliRunner
 
 
@@ -121,8 +121,8 @@ def test_nothing_to_resume(run):
 
 
 def test_print_config_is_complete_and_can_be_read_back(run, settings, tmp_path):
-    from rlhf_algos.config_files import load_config
-    from rlhf_launch.config import RunConfig
+    from rlhf_algos.config.loader import load_config
+    from rlhf_launch.config.run import RunConfig
 
     code, output = run("--print-config", "train.optimizer.learning_rate=3e-5")
     assert code == 0
@@ -144,7 +144,7 @@ def test_mistakes_are_found_before_anything_heavy_is_imported(settings, tmp_path
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
     program = (
-        "import sys\nfrom rlhf_launch.command import app\n"
+        "import sys\nfrom rlhf_launch.cli.main import app\n"
         f"try: app(['train', {str(path)!r}, 'train.rank=2'])\n"
         "except SystemExit: pass\n"
         "heavy = {'ray', 'vllm', 'deepspeed', 'transformers'} & set(sys.modules)\n"

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from rlhf_algos.config_files import from_mapping, load_config
+from rlhf_algos.config.loader import from_mapping, load_config
 from rlhf_core import ConfigError, DataError, RewardError, RolloutConfig
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_launch.batch_generation import NOT_FOR_GENERATION, GenerateConfig, run_generation
-from rlhf_launch.command import app
-from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.rollout_config import AgentSection
+from rlhf_launch.cli.main import app
+from rlhf_launch.config.reward import RewardSection
+from rlhf_launch.config.rollout import AgentSection
+from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, run_generation
 from typer.testing import CliRunner
 
 QUIET = Console(quiet=True)
@@ -72,7 +72,7 @@ def test_killed_and_started_again_it_writes_what_an_uninterrupted_run_writes(con
     settings["rollout"] = settings["rollout"] | {"samples_per_prompt": 3, "max_num_seqs": 3}
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(settings))
     output = tmp_path / "cut.jsonl"
-    command = [sys.executable, "-c", "from rlhf_launch.command import main; main()"]
+    command = [sys.executable, "-c", "from rlhf_launch.cli.main import main; main()"]
     command += ["generate", "slow.yaml", "--output", str(output)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -142,7 +142,7 @@ def test_rows_of_other_settings_or_data_do_not_mix(config, tmp_path):
 
 
 def test_a_failing_reward_keeps_what_was_finished(config):
-    from rlhf_launch.config import RewardSection
+    from rlhf_launch.config.run import RewardSection
 
     broken = replace(config, reward=RewardSection(function="launch_rewards:raises"))
     with pytest.raises(RewardError, match="no network today"):
@@ -210,8 +210,8 @@ def test_flags_are_enough(folder, tmp_path):
 
 
 def test_through_an_openai_compatible_server(config, folder, monkeypatch):
-    from rlhf_rollout.gateway import Gateway, GatewayConfig
-    from rlhf_rollout.transformers_backend import TransformersBackend
+    from rlhf_rollout.backends.transformers.backend import TransformersBackend
+    from rlhf_rollout.gateway.app import Gateway, GatewayConfig
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     served = TransformersBackend(RolloutConfig(model=str(folder / "policy"), max_model_len=64))

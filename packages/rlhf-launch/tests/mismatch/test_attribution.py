@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from rlhf_algos.engine import TorchEngine
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import EngineConfig, GenerationRequest, LogProbMeaning, RolloutConfig, SamplingConfig, collate
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
-from rlhf_launch.mismatch import Gap, Scored, check_tokens, diagnose, readings
-from rlhf_launch.mismatch_run import check_mismatch, forward_of
-from rlhf_launch.prompts import Prompt
-from rlhf_launch.sampling_step import trajectories_of
-from rlhf_rollout.transformers_backend import TransformersBackend
+from rlhf_launch.mismatch.attribution import Gap, Scored, check_tokens, diagnose, readings
+from rlhf_launch.mismatch.run import check_mismatch, forward_of
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.samples.sample import trajectories_of
+from rlhf_rollout.backends.transformers.backend import TransformersBackend
 from typer.testing import CliRunner
 
 PROMPT = Prompt(prompt_id="0", text="1+1=", token_ids=(20, 15, 20, 33))
@@ -173,7 +173,7 @@ def test_the_check_of_a_healthy_run(settings, make_config):
 
 def test_a_sync_mends_wrong_weights_and_shows_it(settings, other, tmp_path):
     import yaml
-    from rlhf_launch.command import app
+    from rlhf_launch.cli.main import app
 
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))

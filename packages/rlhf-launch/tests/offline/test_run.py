@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_algos.config_files import from_mapping
+from rlhf_algos.config.loader import from_mapping
 from rlhf_algos.metrics import read_metrics
 from rlhf_core import CapabilityError, ConfigError, EngineConfig
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.offline_command import offline
-from rlhf_launch.placement import LocalExecutor
-from rlhf_launch.scaled_offline import PlacedEngine, ScaledOfflineConfig, ScaleSection, train_at_scale
+from rlhf_launch.cli.offline import offline
+from rlhf_launch.offline.run import PlacedEngine, ScaledOfflineConfig, ScaleSection, train_at_scale
+from rlhf_launch.placement.plans import LocalExecutor
 from typer.testing import CliRunner
 
 
@@ -94,7 +94,7 @@ class Rank:
 def test_a_batch_of_fewer_units_than_ranks_is_scored(inputs, monkeypatch):
     from rlhf_core.testing.engine import rows
 
-    monkeypatch.setattr("rlhf_launch.placement.TrainWorker", Rank)
+    monkeypatch.setattr("rlhf_launch.placement.plans.TrainWorker", Rank)
     engine = PlacedEngine(
         EngineConfig(model=str(inputs / "model")), ScaleSection(ranks=3, engine="torch"), LocalExecutor()
     )

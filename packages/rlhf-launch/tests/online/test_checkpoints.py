@@ -1,6 +1,6 @@
 import pytest
 from rlhf_core import DataError
-from rlhf_launch.checkpoints import CheckpointStore
+from rlhf_launch.online.checkpoints import CheckpointStore
 
 
 def fill(folder):

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import ConfigError, Score, Trajectory
-from rlhf_launch.config import EvaluationSection
-from rlhf_launch.evaluation import Evaluation, pass_at_k
-from rlhf_launch.groups import Group
+from rlhf_launch.config.run import EvaluationSection
+from rlhf_launch.online.evaluation import Evaluation, pass_at_k
+from rlhf_launch.samples.groups import Group
 
 
 @given(st.integers(1, 8), st.data())

@@ -10,10 +10,10 @@ import types
 import pytest
 import torch
 import yaml
-from rlhf_algos.config_files import from_mapping
+from rlhf_algos.config.loader import from_mapping
 from rlhf_core import ConfigError, RewardError
-from rlhf_launch.assemble import open_producer, run_online
-from rlhf_launch.config import RunConfig
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.run import open_producer, run_online
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -139,7 +139,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pat
     whole = run_online(make_config(settings, output_dir=str(tmp_path / "whole")))
     settings["output_dir"] = str(tmp_path / "killed")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    program = "from rlhf_launch.command import main; main()"
+    program = "from rlhf_launch.cli.main import main; main()"
     run = subprocess.Popen(
         [sys.executable, "-c", program, "train", str(tmp_path / "run.yaml")], stdout=subprocess.DEVNULL
     )

@@ -4,8 +4,8 @@ import types
 
 import pytest
 from rlhf_core import RLHFError
-from rlhf_launch.checkpoints import CheckpointStore
-from rlhf_launch.run_state import RunState
+from rlhf_launch.online.checkpoints import CheckpointStore
+from rlhf_launch.online.state import RunState
 
 
 class Group:

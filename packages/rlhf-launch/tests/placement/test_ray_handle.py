@@ -4,9 +4,9 @@ import os
 
 import pytest
 from rlhf_core import EngineDiedError, ResourceError, WeightSyncError
-from rlhf_launch.handles import gather
-from rlhf_launch.placement import WorkerPlan
-from rlhf_launch.ray_cluster import RayCluster
+from rlhf_launch.placement.plans import WorkerPlan
+from rlhf_launch.placement.ray import RayCluster
+from rlhf_launch.workers.handles import gather
 
 pytestmark = pytest.mark.stack
 

@@ -5,7 +5,13 @@ import importlib.util
 import pytest
 import torch
 from rlhf_launch import quickstart
-from rlhf_launch.arithmetic import character_tokenizer, exact_sum, make_model, make_problems, supervised_batch
+from rlhf_launch.quickstart.arithmetic import (
+    character_tokenizer,
+    exact_sum,
+    make_model,
+    make_problems,
+    supervised_batch,
+)
 
 
 def test_problems_are_split_without_overlap():
@@ -29,7 +35,7 @@ def test_rows_hold_prompt_answer_and_end():
 
 
 def test_the_chance_of_a_right_answer_is_that_of_sampling_it(tmp_path):
-    from rlhf_algos.engine import TorchEngine
+    from rlhf_algos.torch_engine.engine import TorchEngine
     from rlhf_core import EngineConfig
 
     make_model(tmp_path, seed=0)

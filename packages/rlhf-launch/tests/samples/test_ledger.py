@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_core import Score, Trajectory
-from rlhf_launch.groups import Group
-from rlhf_launch.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.groups import Group
+from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 
 
 def group(position, *scores):

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_core import DeadlineExceeded, EngineDiedError, Failed, RewardError, SamplingConfig, Score
 from rlhf_core.testing.fakes import ScriptedBackend
-from rlhf_launch.groups import group_from_plain, group_to_plain
-from rlhf_launch.handles import LocalHandle
-from rlhf_launch.ledger import Ledger, LedgerLimits
-from rlhf_launch.producer import Producer, ProducerConfig
-from rlhf_launch.prompts import Prompt, PromptStream
-from rlhf_launch.rewarding import Rewarder
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sampling_step import group_sampler
+from rlhf_launch.samples.groups import group_from_plain, group_to_plain
+from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.producer import Producer, ProducerConfig
+from rlhf_launch.samples.prompts import Prompt, PromptStream
+from rlhf_launch.samples.reward import Rewarder
+from rlhf_launch.samples.sample import group_sampler
+from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.rollout_pool import RolloutPool
 
 TOKENIZER = types.SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 

@@ -1,9 +1,9 @@
 import pytest
-from rlhf_algos.data import Row
+from rlhf_algos.data.sources import Row
 from rlhf_core import DataError
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_launch.config import DataSection
-from rlhf_launch.prompts import PromptStream, make_prompts
+from rlhf_launch.config.run import DataSection
+from rlhf_launch.samples.prompts import PromptStream, make_prompts
 
 TOKENIZER = byte_tokenizer()
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from rlhf_algos.config_files import dump_config, from_mapping
+from rlhf_algos.config.loader import dump_config, from_mapping
 from rlhf_core import ConfigError, DataError, PluginError, ResourceError
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_launch.assemble import run_online
-from rlhf_launch.components import choose_components
-from rlhf_launch.config import RunConfig
-from rlhf_launch.placement import reward_plans
-from rlhf_launch.preflight import check_inputs
-from rlhf_launch.prompts import Prompt
-from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.rewarding import check_reward
-from rlhf_rollout.reward_parts import EnvironmentPart, RewardPart
+from rlhf_launch.config.reward import RewardSection
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.preflight import check_inputs
+from rlhf_launch.online.run import run_online
+from rlhf_launch.placement.plans import reward_plans
+from rlhf_launch.placement.resolve import choose_components
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.samples.reward import check_reward
+from rlhf_rollout.rewards.parts import EnvironmentPart, RewardPart
 
 PARTS = {
     "correct": {"kind": "math", "answer": "gold", "weight": 2},
@@ -49,9 +49,9 @@ def test_every_kind_is_parsed_and_survives_a_dump():
 
 
 def test_the_example_has_every_kind():
-    from rlhf_algos.config_files import load_config
+    from rlhf_algos.config.loader import load_config
 
-    example = Path(__file__).parents[3] / "examples" / "rewards.yaml"
+    example = Path(__file__).parents[4] / "examples" / "rewards.yaml"
     if not example.exists():
         pytest.skip("the examples are not beside the packages here")
     parts = load_config(RunConfig, example).reward.parts.values()
@@ -122,7 +122,7 @@ def test_what_is_missing_is_found_before_anything_starts(monkeypatch, scoring_se
 
 
 def test_an_extra_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.math_reward.find_spec", lambda name: None)
+    monkeypatch.setattr("rlhf_rollout.rewards.kinds.math.find_spec", lambda name: None)
     with pytest.raises(PluginError, match=r"install rlhf-rollout\[math\]"):
         check(a={"kind": "math"})
 
@@ -167,7 +167,7 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
 
 
 def test_a_reward_model_with_another_vocabulary(folder, tmp_path):
-    from rlhf_launch.arithmetic import make_model
+    from rlhf_launch.quickstart.arithmetic import make_model
 
     make_model(tmp_path / "other", seed=0)
     with pytest.raises(ConfigError, match="another vocabulary than the policy"):

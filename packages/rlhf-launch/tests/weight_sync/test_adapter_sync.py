@@ -16,13 +16,13 @@ from rlhf_core import (
     SamplingConfig,
 )
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.handles import LocalHandle
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.rollout_worker import RolloutWorker
-from rlhf_launch.sync_options import SyncOptions
-from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.train_worker import TrainWorker
-from rlhf_launch.weight_sync import WeightSync
+from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.rollout_engine import RolloutWorker
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.train_rank import TrainWorker
 
 PATIENCE_S = 120.0
 REQUEST = GenerationRequest(

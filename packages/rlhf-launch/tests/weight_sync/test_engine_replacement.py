@@ -14,9 +14,9 @@ from rlhf_core import (
     Sample,
     SamplingConfig,
 )
-from rlhf_launch.engine_replacement import EngineReplacement
-from rlhf_launch.handles import LocalHandle
-from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.weight_sync.replacement import EngineReplacement
+from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.rollout_pool import RolloutPool
 
 
 class Engine:

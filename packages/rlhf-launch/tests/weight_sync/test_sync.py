@@ -16,12 +16,12 @@ from rlhf_core import (
     WeightSyncError,
 )
 from rlhf_core.testing.fakes import ScriptedBackend
-from rlhf_launch.handles import LocalHandle
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.rollout_worker import RolloutWorker
-from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.train_worker import TrainWorker
-from rlhf_launch.weight_sync import SyncOptions, WeightSync
+from rlhf_launch.weight_sync.sync import SyncOptions, WeightSync
+from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.rollout_engine import RolloutWorker
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.train_rank import TrainWorker
 from torch import nn
 
 PATIENCE_S = 3.0
@@ -237,7 +237,7 @@ def test_after_a_failure_of_shared_memory_the_next_transport_is_taken(start, mon
     def no_room(nbytes):
         raise WeightSyncError("64 MiB of shared memory cannot be had")
 
-    monkeypatch.setattr("rlhf_core.transport_mapped.file_segment", no_room)
+    monkeypatch.setattr("rlhf_core.weight_sync.transports.mapped.file_segment", no_room)
     stack = start(2, transports=BEST)
     for version in (1, 2):
         stack.sync(version)

@@ -18,13 +18,13 @@ from rlhf_core import (
 )
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
-from rlhf_launch.handles import LocalHandle
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sync_options import SyncOptions
-from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.train_worker import TrainWorker
-from rlhf_launch.weight_sync import WeightSync
-from rlhf_rollout.vllm_backend import VLLMBackend
+from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.train_rank import TrainWorker
+from rlhf_rollout.backends.vllm.backend import VLLMBackend
 
 pytestmark = pytest.mark.stack
 
@@ -78,7 +78,7 @@ def request(max_tokens: int, prompt: int = 40) -> GenerationRequest:
 def importable():
     """The module with the process's side, here and in the process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
+        patch.syspath_prepend(str(Path(__file__).parents[1]))
         yield
 
 

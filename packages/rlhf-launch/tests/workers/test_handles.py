@@ -3,7 +3,7 @@ import threading
 
 import pytest
 from rlhf_core import DeadlineExceeded, EngineDiedError
-from rlhf_launch.handles import LocalHandle, gather
+from rlhf_launch.workers.handles import LocalHandle, gather
 
 
 class Worker:

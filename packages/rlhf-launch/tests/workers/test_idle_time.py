@@ -1,4 +1,4 @@
-from rlhf_launch.idle_time import IdleTime
+from rlhf_launch.workers.idle_time import IdleTime
 
 
 class Clock:

@@ -2,7 +2,7 @@ import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_launch.least_loaded import LeastLoaded
+from rlhf_launch.workers.load import LeastLoaded
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=400)
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import Batch, ModelOutputs
-from rlhf_launch.handles import LocalHandle
-from rlhf_launch.online import add_model_outputs
-from rlhf_launch.train_group import TrainGroup, deal_units
+from rlhf_launch.online.loop import add_model_outputs
+from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.train_group import TrainGroup, deal_units
 
 
 @given(

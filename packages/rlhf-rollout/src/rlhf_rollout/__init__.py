@@ -6,28 +6,28 @@ The backends are found by their entry points (`transformers`, `vllm`) and need t
 >>> backend = load_plugin(ROLLOUT_BACKENDS, "transformers")(config)      # doctest: +SKIP
 """
 
-from rlhf_rollout.agent_config import AgentConfig, AgentTask
-from rlhf_rollout.agent_loop import AgentLoop, SingleTurn
-from rlhf_rollout.code_reward import CodeReward, CodeRewardConfig
-from rlhf_rollout.endpoints import EndpointsConfig
-from rlhf_rollout.environment_calls import EnvironmentFailed, EnvironmentTooSlow
-from rlhf_rollout.environment_reward import EnvironmentReward
-from rlhf_rollout.http_reward import HTTPReward, HTTPRewardConfig
-from rlhf_rollout.joined_scoring import JoinedScorer, Scorer
-from rlhf_rollout.judge_reward import JudgeConfig, JudgeReward
-from rlhf_rollout.math_reward import exact_match, math_answer
-from rlhf_rollout.overlapped_scoring import ScoredGroup, score_as_finished
-from rlhf_rollout.process_reward import ProcessReward, ProcessRewardConfig
-from rlhf_rollout.python_reward import PythonReward
-from rlhf_rollout.reward_policy import FaultPolicy, FaultReport, RobustReward
-from rlhf_rollout.reward_signature import RewardSignature, read_signature
-from rlhf_rollout.rewards import CombinedReward, ModelReward
-from rlhf_rollout.sandbox import ProgramLimits, run_program
-from rlhf_rollout.step_reward import StepReward, StepRewardConfig
-from rlhf_rollout.text_rewards import format_match, fuzzy_match, length_match
-from rlhf_rollout.too_slow import RewardTooSlow, ZeroIfTooSlow
-from rlhf_rollout.tool_calls import tool_call_parser
-from rlhf_rollout.tool_environment import ToolEnvironment
+from rlhf_rollout.agents.config import AgentConfig, AgentTask
+from rlhf_rollout.agents.environment_calls import EnvironmentFailed, EnvironmentTooSlow
+from rlhf_rollout.agents.loop import AgentLoop, SingleTurn
+from rlhf_rollout.agents.tool_environment import ToolEnvironment
+from rlhf_rollout.chat.tool_calls import tool_call_parser
+from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
+from rlhf_rollout.rewards.combine import CombinedReward, ModelReward
+from rlhf_rollout.rewards.endpoints import EndpointsConfig
+from rlhf_rollout.rewards.faults import FaultPolicy, FaultReport, RobustReward
+from rlhf_rollout.rewards.function import PythonReward
+from rlhf_rollout.rewards.isolated import ProcessReward, ProcessRewardConfig
+from rlhf_rollout.rewards.kinds.code import CodeReward, CodeRewardConfig
+from rlhf_rollout.rewards.kinds.environment import EnvironmentReward
+from rlhf_rollout.rewards.kinds.http import HTTPReward, HTTPRewardConfig
+from rlhf_rollout.rewards.kinds.judge import JudgeConfig, JudgeReward
+from rlhf_rollout.rewards.kinds.math import exact_match, math_answer
+from rlhf_rollout.rewards.kinds.steps import StepReward, StepRewardConfig
+from rlhf_rollout.rewards.kinds.text import format_match, fuzzy_match, length_match
+from rlhf_rollout.rewards.sandbox import ProgramLimits, run_program
+from rlhf_rollout.rewards.scoring import ScoredGroup, score_as_finished
+from rlhf_rollout.rewards.signature import RewardSignature, read_signature
+from rlhf_rollout.rewards.too_slow import RewardTooSlow, ZeroIfTooSlow
 
 __all__ = [
     "AgentConfig",

@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_core import DataError
-from rlhf_rollout.chat_messages import digests, plain_message
+from rlhf_rollout.chat.messages import digests, plain_message
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}

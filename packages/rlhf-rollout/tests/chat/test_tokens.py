@@ -3,8 +3,8 @@
 import pytest
 from rlhf_core import ConfigError, DataError, Observation
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.chat_tokens import ChatTokens
-from rlhf_rollout.turn_tokens import TurnTokens
+from rlhf_rollout.agents.turn_tokens import TurnTokens
+from rlhf_rollout.chat.tokens import ChatTokens
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rlhf_core import ConfigError, ToolCall
 from rlhf_rollout import tool_call_parser
-from rlhf_rollout.tool_calls import bare_json, mistral_json, split_calls, tagged_json, tagged_xml
+from rlhf_rollout.chat.tool_calls import bare_json, mistral_json, split_calls, tagged_json, tagged_xml
 
 ADD = ToolCall(name="add", arguments={"a": 1, "b": [2]})
 
@@ -72,7 +72,7 @@ def test_the_template_tells_the_format(template, parser):
 
 def test_by_name_or_path():
     assert tool_call_parser(None, "tagged_json") is tagged_json
-    assert tool_call_parser(None, "rlhf_rollout.tool_calls:bare_json") is bare_json
+    assert tool_call_parser(None, "rlhf_rollout.chat.tool_calls:bare_json") is bare_json
     with pytest.raises(ConfigError, match="write one of bare_json"):
         tool_call_parser(None, "hermes")
 

@@ -3,8 +3,8 @@
 import pytest
 from rlhf_core import LogProbMeaning, Sample
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.chat_tokens import ChatTokens
-from rlhf_rollout.gateway_sessions import Session
+from rlhf_rollout.chat.tokens import ChatTokens
+from rlhf_rollout.gateway.sessions import Session
 
 USER = {"role": "user", "content": "a"}
 MORE = {"role": "user", "content": "b"}

@@ -6,8 +6,8 @@ import pytest
 from reward_ground import score, servers, values
 from rlhf_core import ConfigError, PluginError
 from rlhf_rollout import PythonReward
-from rlhf_rollout.endpoints import EndpointsConfig, unreachable
-from rlhf_rollout.reward_parts import (
+from rlhf_rollout.rewards.endpoints import EndpointsConfig, unreachable
+from rlhf_rollout.rewards.parts import (
     CodePart,
     EnvironmentPart,
     ExactPart,

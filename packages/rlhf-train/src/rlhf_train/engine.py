@@ -21,30 +21,36 @@ from rlhf_core import (
     accumulate,
     score_in_micro_batches,
 )
-from rlhf_core.micro_batches import TokenBudget
-from rlhf_core.random_state import RandomState
-from rlhf_core.schedule import learning_rate
+from rlhf_core.training.learning_rate import learning_rate
+from rlhf_core.training.micro_batches import TokenBudget
+from rlhf_core.training.random_state import RandomState
 from torch import Tensor
 
-from rlhf_train.adapter_weights import AdapterWeights
-from rlhf_train.assembly import build_module, group_with_common_rows, wrap_module
-from rlhf_train.averaging import AverageWeights
-from rlhf_train.background_save import PendingSave
-from rlhf_train.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint, save_in_background
-from rlhf_train.compatibility import check_compatible
-from rlhf_train.environment import process_environment
-from rlhf_train.export import export_adapters, export_model
+from rlhf_train.checkpoint.background import PendingSave
+from rlhf_train.checkpoint.checkpoint import (
+    EngineState,
+    Progress,
+    load_checkpoint,
+    save_checkpoint,
+    save_in_background,
+)
+from rlhf_train.config.checks import check_compatible
+from rlhf_train.config.options import ZeroConfig, deepspeed_config
+from rlhf_train.config.process_environment import process_environment
 from rlhf_train.gradients import drop_gradients
 from rlhf_train.memory import MemoryReport, PhaseMemory
+from rlhf_train.model.build import build_module, group_with_common_rows, wrap_module
+from rlhf_train.model.optimizers import set_learning_rate
+from rlhf_train.model.role_model import release_engine
 from rlhf_train.offload import move_engine
-from rlhf_train.optimizers import set_learning_rate
-from rlhf_train.process_group import TrainingRanks, join_training_ranks
+from rlhf_train.parallel.ranks import TrainingRanks, join_training_ranks
+from rlhf_train.parallel.sequence import own_rows
 from rlhf_train.reward_scale import RewardScale, measured_scale
-from rlhf_train.role_model import release_engine
-from rlhf_train.sequence_parallel import own_rows
-from rlhf_train.stepping import StepReports, update_weights
-from rlhf_train.zero_config import ZeroConfig, deepspeed_config
-from rlhf_train.zero_weights import ZeroWeights
+from rlhf_train.step import StepReports, update_weights
+from rlhf_train.weights.adapters import AdapterWeights
+from rlhf_train.weights.average import AverageWeights
+from rlhf_train.weights.export import export_adapters, export_model
+from rlhf_train.weights.source import ZeroWeights
 
 
 class DeepSpeedEngine:

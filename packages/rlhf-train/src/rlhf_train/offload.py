@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_train.averaging import release_gathered
+from rlhf_train.weights.average import release_gathered
 
 
 def move_engine(engine: Any, model: nn.Module, device: torch.device) -> None:

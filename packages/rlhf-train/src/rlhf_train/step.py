@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 from rlhf_core import Batch, EngineConfig, StepReport, TrainingDivergedError
-from rlhf_core.accumulation import Accumulated
+from rlhf_core.training.accumulation import Accumulated
 
-from rlhf_train.checkpoint import Progress
+from rlhf_train.checkpoint.checkpoint import Progress
 from rlhf_train.gradients import drop_gradients, unsharded_gradient_norm
-from rlhf_train.process_group import TrainingRanks
+from rlhf_train.parallel.ranks import TrainingRanks
 
 
 def update_weights(engine: Any, module: Any, *, dtype: str) -> tuple[float, bool]:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_train.background_save import PendingFiles, PendingSave
+from rlhf_train.checkpoint.background import PendingFiles, PendingSave
 
 
 class Writer:

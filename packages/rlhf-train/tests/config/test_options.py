@@ -1,8 +1,8 @@
 import pytest
 from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
 from rlhf_train import ZeroConfig
-from rlhf_train.compatibility import check_compatible
-from rlhf_train.zero_config import deepspeed_config
+from rlhf_train.config.checks import check_compatible
+from rlhf_train.config.options import deepspeed_config
 
 
 def settings(dtype="float32", device="cpu", trained=True, **options):

@@ -1,4 +1,4 @@
-from rlhf_train.experts import mark_expert_blocks
+from rlhf_train.model.experts import mark_expert_blocks
 from torch import nn
 
 

@@ -1,6 +1,6 @@
 import pytest
 from rlhf_core import ConfigError
-from rlhf_train.freezing import freeze
+from rlhf_train.model.freezing import freeze
 from torch import nn
 
 

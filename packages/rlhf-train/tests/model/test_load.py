@@ -2,7 +2,7 @@ import pytest
 import torch
 from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_train.models import load_model
+from rlhf_train.model.load import load_model
 
 
 @pytest.fixture(scope="module")

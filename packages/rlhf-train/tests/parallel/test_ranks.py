@@ -1,7 +1,7 @@
 import pytest
 from rlhf_core import ConfigError, EngineConfig
 from rlhf_train import process_environment
-from rlhf_train.process_group import RankInfo, TrainingRanks, join_training_ranks
+from rlhf_train.parallel.ranks import RankInfo, TrainingRanks, join_training_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 from rlhf_core import Batch, ConfigError, ModelOutputs
-from rlhf_train.process_group import RankInfo, TrainingRanks
-from rlhf_train.sequence_parallel import SequenceGroup, concatenated, own_rows
+from rlhf_train.parallel.ranks import RankInfo, TrainingRanks
+from rlhf_train.parallel.sequence import SequenceGroup, concatenated, own_rows
 
 
 def batch(width, name):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from rlhf_core import ConfigError
-from rlhf_core.adapters import LoraConfig, add_adapters
+from rlhf_core.adapters.lora import LoraConfig, add_adapters
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_train.adapter_weights import AdapterWeights
-from rlhf_train.zero_weights import ZeroWeights
+from rlhf_train.weights.adapters import AdapterWeights
+from rlhf_train.weights.source import ZeroWeights
 
 
 def adapted(path, **config):

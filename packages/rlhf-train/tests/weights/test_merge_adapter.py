@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from rlhf_core import ConfigError, LoraConfig
-from rlhf_core.adapter_files import FOLDER, AdapterBase, adapter_parameters, find_adapter, write_adapter
-from rlhf_core.adapters import add_adapters
-from rlhf_core.forward import model_outputs
-from rlhf_core.quantized import quantized_loading, settle_quantized
+from rlhf_core.adapters.files import FOLDER, AdapterBase, adapter_parameters, find_adapter, write_adapter
+from rlhf_core.adapters.lora import add_adapters
+from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
+from rlhf_core.model.forward import model_outputs
 from rlhf_core.testing.engine import forward, gap, rows
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import MergeConfig, merge_adapter

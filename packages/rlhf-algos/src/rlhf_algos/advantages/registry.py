@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, load_object
 from torch import Tensor
 
-from rlhf_algos.group_advantages import grpo_advantages, opo_advantages, remax_advantages, rloo_advantages
+from rlhf_algos.advantages.groups import grpo_advantages, opo_advantages, remax_advantages, rloo_advantages
 
 Estimator = Callable[..., Tensor]
 """f(scores [rows], group_ids [rows], batch, **options) -> advantages [rows] or [rows, length]."""

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlhf_core import ConfigError
 
-from rlhf_algos.yaml_files import parse_yaml, read_yaml
+from rlhf_algos.config.yaml_files import parse_yaml, read_yaml
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import torch
 from rlhf_core import Batch, DataError, pad_rows
 from torch import Tensor
 
-from rlhf_algos.data import Row
-from rlhf_algos.encoding import Encoder, LengthLimit, TokenRow
+from rlhf_algos.data.encoding import Encoder, LengthLimit, TokenRow
+from rlhf_algos.data.sources import Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

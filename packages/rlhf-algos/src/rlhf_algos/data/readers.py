@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from rlhf_core import DataError
 
-from rlhf_algos.data import Row
-from rlhf_algos.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
-from rlhf_algos.examples import Example
+from rlhf_algos.data.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
+from rlhf_algos.data.examples import Example
+from rlhf_algos.data.sources import Row
 
 
 def preference_examples(row: Row, encoder: Encoder) -> list[Example]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, Ranks, TrainEngine
 
-from rlhf_algos.torch_ranks import rank_of
+from rlhf_algos.torch_engine.ranks import rank_of
 
 STATE = "run.json"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
-from rlhf_core.engines import DType, Schedule
+from rlhf_core.interfaces.training import DType, Schedule
 
-from rlhf_algos.config_files import from_mapping, to_plain
-from rlhf_algos.data import DataSource
-from rlhf_algos.encoding import LengthLimit
-from rlhf_algos.offline_methods import Method, find_method, with_own_loss
+from rlhf_algos.config.loader import from_mapping, to_plain
+from rlhf_algos.data.encoding import LengthLimit
+from rlhf_algos.data.sources import DataSource
+from rlhf_algos.offline.methods import Method, find_method, with_own_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

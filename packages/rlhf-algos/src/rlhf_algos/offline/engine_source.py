@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhf_core import ConfigError, EngineConfig, TrainEngine
 
-from rlhf_algos.engine import TorchEngine
+from rlhf_algos.torch_engine.engine import TorchEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of, merge_metrics
 
-from rlhf_algos.engine_source import EngineSource
+from rlhf_algos.losses.offline.responses import response_log_probs
 from rlhf_algos.metrics import MetricsWriter
-from rlhf_algos.offline_checkpoints import (
+from rlhf_algos.offline.checkpoints import (
     RunState,
     checkpoint_steps,
     load_checkpoint,
     replace_directory,
     save_checkpoint,
 )
-from rlhf_algos.offline_config import OfflineConfig
-from rlhf_algos.offline_data import (
+from rlhf_algos.offline.config import OfflineConfig
+from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.order import batch_indices, steps_per_epoch
+from rlhf_algos.offline.run_data import (
     OfflineData,
     add_reference,
     add_teacher,
@@ -33,9 +35,7 @@ from rlhf_algos.offline_data import (
     load_data,
     own_units,
 )
-from rlhf_algos.response_log_probs import response_log_probs
-from rlhf_algos.sampling_order import batch_indices, steps_per_epoch
-from rlhf_algos.torch_ranks import join_ranks, rank_of
+from rlhf_algos.torch_engine.ranks import join_ranks, rank_of
 
 Event = Callable[[str, int, Mapping[str, float]], None]
 """Told of progress as (`plan`, `train` or `eval`; step; numbers). `plan` comes first, with the total of steps."""

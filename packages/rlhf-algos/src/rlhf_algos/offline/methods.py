@@ -10,25 +10,30 @@ from typing import Any, get_type_hints
 
 import torch
 from rlhf_core import Batch, ConfigError, Loss, Role, load_object
-from rlhf_core.loss import LossFunction
+from rlhf_core.interfaces.loss import LossFunction
 from torch import Tensor
 
-from rlhf_algos.encoding import TokenRow
-from rlhf_algos.examples import Encode, Example
-from rlhf_algos.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
-from rlhf_algos.method_rows import (
+from rlhf_algos.data.encoding import TokenRow
+from rlhf_algos.data.examples import Encode, Example
+from rlhf_algos.data.readers import (
     preference_examples,
     step_examples,
     supervised_examples,
     unpaired_examples,
 )
-from rlhf_algos.pair_losses import aot_partners
-from rlhf_algos.preference_losses import DPOConfig, dpo, with_sft_divisor
-from rlhf_algos.reference_cache import PARTNER
-from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
-from rlhf_algos.reward_losses import ProcessRewardConfig, RewardLossConfig, bradley_terry, process_reward
-from rlhf_algos.sft import SFTConfig, sft
-from rlhf_algos.teacher import DistillConfig, distill
+from rlhf_algos.losses.offline.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
+from rlhf_algos.losses.offline.pairwise import aot_partners
+from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
+from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.losses.offline.reward_model import (
+    ProcessRewardConfig,
+    RewardLossConfig,
+    bradley_terry,
+    process_reward,
+)
+from rlhf_algos.losses.offline.sft import SFTConfig, sft
+from rlhf_algos.offline.reference import PARTNER
+from rlhf_algos.offline.teacher import DistillConfig, distill
 
 RowScorer = Callable[[Sequence[TokenRow]], Tensor]
 """Log-probs of responses, summed over their tokens, under the current policy: [rows] float32."""

@@ -14,10 +14,10 @@ from rlhf_core import Batch, Ranks, TrainEngine
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos.encoding import TokenRow
-from rlhf_algos.examples import Example, collate_examples
-from rlhf_algos.sampling_order import split_by_length
-from rlhf_algos.torch_ranks import rank_of
+from rlhf_algos.data.encoding import TokenRow
+from rlhf_algos.data.examples import Example, collate_examples
+from rlhf_algos.offline.order import split_by_length
+from rlhf_algos.torch_engine.ranks import rank_of
 
 PARTNER = "partner_"
 """Prefix of the columns that belong to an example's partner."""

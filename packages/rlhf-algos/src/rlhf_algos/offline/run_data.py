@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from rlhf_core import Batch, ConfigError, Ranks, TrainEngine
 
-from rlhf_algos.data import DataSource, read_rows
-from rlhf_algos.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
-from rlhf_algos.engine import TorchEngine
-from rlhf_algos.engine_source import EngineSource
-from rlhf_algos.examples import EncodingReport, Example, collate_examples, encode_rows
-from rlhf_algos.offline_config import OfflineConfig
-from rlhf_algos.offline_methods import with_partners
-from rlhf_algos.reference_cache import cache_key, default_cache, score_rows, with_reference
-from rlhf_algos.sampling_order import epoch_order, split_by_length
-from rlhf_algos.teacher import check_teacher, with_teacher
-from rlhf_algos.torch_models import check_model_path
-from rlhf_algos.torch_ranks import rank_of
+from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
+from rlhf_algos.data.examples import EncodingReport, Example, collate_examples, encode_rows
+from rlhf_algos.data.sources import DataSource, read_rows
+from rlhf_algos.offline.config import OfflineConfig
+from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.methods import with_partners
+from rlhf_algos.offline.order import epoch_order, split_by_length
+from rlhf_algos.offline.reference import cache_key, default_cache, score_rows, with_reference
+from rlhf_algos.offline.teacher import check_teacher, with_teacher
+from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos.torch_engine.model import check_model_path
+from rlhf_algos.torch_engine.ranks import rank_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

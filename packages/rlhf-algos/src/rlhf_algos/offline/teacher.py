@@ -11,18 +11,18 @@ from pathlib import Path
 
 import torch
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Ranks
-from rlhf_core.forward import top_k_log_probs
-from rlhf_core.micro_batches import TokenBudget, cut_batch
+from rlhf_core.model.forward import top_k_log_probs
+from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos.distillation import DivergenceConfig, distillation_terms, divergence_of_known
-from rlhf_algos.encoding import TokenRow
-from rlhf_algos.engine import TorchEngine
-from rlhf_algos.examples import Example
-from rlhf_algos.reference_cache import cache_key, rows_batch
-from rlhf_algos.sampling_order import split_by_length
-from rlhf_algos.torch_ranks import rank_of
+from rlhf_algos.data.encoding import TokenRow
+from rlhf_algos.data.examples import Example
+from rlhf_algos.losses.offline.distillation import DivergenceConfig, distillation_terms, divergence_of_known
+from rlhf_algos.offline.order import split_by_length
+from rlhf_algos.offline.reference import cache_key, rows_batch
+from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos.torch_engine.ranks import rank_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ def check_teacher(config: DistillConfig, student: str) -> None:
     """
     from transformers import AutoConfig
 
-    from rlhf_algos.torch_models import check_model_path
+    from rlhf_algos.torch_engine.model import check_model_path
 
     check_model_path(config.teacher, what="loss.teacher")
     sizes = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in (config.teacher, student)]

@@ -8,10 +8,10 @@ from typing import Any
 
 from rlhf_core import ConfigError
 
-from rlhf_algos.options import from_options
-from rlhf_algos.policy_recipe import PolicyRecipe
-from rlhf_algos.recipes import GRPO, PPO
-from rlhf_algos.reward_shaping import RewardShaping
+from rlhf_algos.advantages.reward_shaping import RewardShaping
+from rlhf_algos.config.options import from_options
+from rlhf_algos.recipes.policy_recipe import PolicyRecipe
+from rlhf_algos.recipes.recipes import GRPO, PPO
 
 _SEQUENCE_MEAN = {"aggregation": "seq_mean_token_mean"}
 

@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
 from torch import Tensor
 
+from rlhf_algos.advantages.reward_shaping import RewardShaping
 from rlhf_algos.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, kl_estimate
-from rlhf_algos.named_losses import make_policy_loss
+from rlhf_algos.losses.online.registry import make_policy_loss
+from rlhf_algos.losses.online.terms import PolicyTermsConfig
 from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy
-from rlhf_algos.policy_terms import PolicyTermsConfig
-from rlhf_algos.reward_shaping import RewardShaping
 
 Metrics = dict[str, Mean]
 
@@ -66,7 +66,7 @@ class PolicyRecipe:
     """Fields that `GRPO` and `PPO` share."""
 
     loss: str = "ppo_clip"
-    """Name of a policy loss (see `rlhf_algos.named_losses`), or `module:function` of your own."""
+    """Name of a policy loss (see `rlhf_algos.losses.online.registry`), or `module:function` of your own."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of that loss's config: clip_range, aggregation, ... Your own function gets this mapping as config."""
     kl_coef: float = 0.0

@@ -10,12 +10,14 @@ from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
 from torch import Tensor
 
-from rlhf_algos.advantages import discounted_returns, gae, spread, whiten
-from rlhf_algos.estimators import estimator
-from rlhf_algos.group_advantages import group_statistics
+from rlhf_algos.advantages.groups import group_statistics
+from rlhf_algos.advantages.registry import estimator
+from rlhf_algos.advantages.returns import discounted_returns, gae, spread, whiten
+from rlhf_algos.advantages.reward_shaping import place_scores, shape_scores, token_rewards
+from rlhf_algos.config.options import from_options
 from rlhf_algos.kl import KLEstimator
-from rlhf_algos.options import from_options
-from rlhf_algos.policy_recipe import (
+from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
+from rlhf_algos.recipes.policy_recipe import (
     KLPlace,
     Metrics,
     PolicyRecipe,
@@ -23,8 +25,6 @@ from rlhf_algos.policy_recipe import (
     reference_kl,
     with_old_log_probs,
 )
-from rlhf_algos.reward_shaping import place_scores, shape_scores, token_rewards
-from rlhf_algos.value_losses import ValueLossConfig, value_clip
 
 __all__ = ["GRPO", "PPO", "PolicyRecipe", "Recipe"]
 
@@ -34,7 +34,7 @@ class GRPO(PolicyRecipe):
     """Group-relative and REINFORCE-style algorithms: scores against a baseline, no critic.
 
     GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++, ReMax and OPO are settings of this one; see
-    `rlhf_algos.named_recipes`.
+    `rlhf_algos.recipes.named`.
     """
 
     advantage: str = "grpo"

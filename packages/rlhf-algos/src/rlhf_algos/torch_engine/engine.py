@@ -23,16 +23,16 @@ from rlhf_core import (
     model_outputs,
     score_in_micro_batches,
 )
-from rlhf_core.adapter_files import FOLDER, adapter_parameters, write_adapter
-from rlhf_core.micro_batches import TokenBudget
-from rlhf_core.packed_attention import enable_packing
-from rlhf_core.random_state import RandomState
+from rlhf_core.adapters.files import FOLDER, adapter_parameters, write_adapter
+from rlhf_core.model.packed_attention import enable_packing
+from rlhf_core.training.micro_batches import TokenBudget
+from rlhf_core.training.random_state import RandomState
 
-from rlhf_algos.config_files import from_mapping
-from rlhf_algos.torch_checkpoint import load_state, load_weights, save_state, save_weights
-from rlhf_algos.torch_models import LoraWeights, TorchOptions, load_model
-from rlhf_algos.torch_optimizer import MasterAdamW
-from rlhf_algos.torch_ranks import average_gradients, join_ranks, rank_of
+from rlhf_algos.config.loader import from_mapping
+from rlhf_algos.torch_engine.checkpoint import load_state, load_weights, save_state, save_weights
+from rlhf_algos.torch_engine.model import LoraWeights, TorchOptions, load_model
+from rlhf_algos.torch_engine.optimizer import MasterAdamW
+from rlhf_algos.torch_engine.ranks import average_gradients, join_ranks, rank_of
 
 
 class TorchEngine:

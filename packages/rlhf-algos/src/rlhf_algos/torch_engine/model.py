@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from rlhf_core import Bucket, ConfigError, EngineConfig, LoraConfig, TensorSpec, WeightManifest
-from rlhf_core.adapters import FourBit, adapted_layers, add_adapters, base_name, merged
-from rlhf_core.quantized import dequantized, outline, quantized_loading, settle_quantized
-from rlhf_core.weights import DEFAULT_BUCKET_BYTES
+from rlhf_core.adapters.lora import FourBit, adapted_layers, add_adapters, base_name, merged
+from rlhf_core.adapters.quantized import dequantized, outline, quantized_loading, settle_quantized
+from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
 

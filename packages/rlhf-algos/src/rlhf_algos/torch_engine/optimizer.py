@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from rlhf_core import ConfigError, OptimizerConfig
-from rlhf_core.schedule import learning_rate
+from rlhf_core.training.learning_rate import learning_rate
 from torch import Tensor, nn
 
 

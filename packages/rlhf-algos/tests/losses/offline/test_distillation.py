@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.distillation import (
+from rlhf_algos.losses.offline.distillation import (
     DivergenceConfig,
     OnPolicyDistillationConfig,
     chunked_divergence,

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.kto import (
+from rlhf_algos.losses.offline.kto import (
     KTOConfig,
     balanced_weights,
     kl_baseline,

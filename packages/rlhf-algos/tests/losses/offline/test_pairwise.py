@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.pair_losses import PAIR_LOSSES, PairLossSettings, aot_losses, aot_partners
+from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLossSettings, aot_losses, aot_partners
 from rlhf_core import Batch, ConfigError
 
 C, R, BETA, EPS, TAU = 0.7, -0.4, 0.5, 0.1, 0.05

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.preference_losses import DPOConfig, dpo, f_score, with_sft_divisor
+from rlhf_algos.losses.offline.preference import DPOConfig, dpo, f_score, with_sft_divisor
 from rlhf_core import Batch, ConfigError, DataError, ModelOutputs
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 0, 1]]).bool()

@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.preference_losses import with_sft_divisor
-from rlhf_algos.reference_free_losses import CPOConfig, ORPOConfig, SimPOConfig, cpo, log_odds, orpo, simpo
+from rlhf_algos.losses.offline.preference import with_sft_divisor
+from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, log_odds, orpo, simpo
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 0], [0, 1, 1]]).bool()

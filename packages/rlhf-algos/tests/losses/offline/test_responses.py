@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.response_log_probs import (
+from rlhf_algos.losses.offline.responses import (
     reference_log_probs,
     response_lengths,
     response_log_probs,

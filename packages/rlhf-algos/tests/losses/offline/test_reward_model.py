@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.reward_losses import (
+from rlhf_algos.losses.offline.reward_model import (
     ProcessRewardConfig,
     RewardLossConfig,
     bradley_terry,

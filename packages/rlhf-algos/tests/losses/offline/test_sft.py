@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.sft import SFTConfig, sft
+from rlhf_algos.losses.offline.sft import SFTConfig, sft
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0]]).bool()

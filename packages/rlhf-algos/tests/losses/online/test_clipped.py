@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.policy_losses import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.losses.online.clipped import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from rlhf_algos.policy_losses import PolicyLossConfig, ppo_clip
-from rlhf_algos.ptx import mix_pretraining
+from rlhf_algos.losses.online.clipped import PolicyLossConfig, ppo_clip
+from rlhf_algos.losses.online.pretraining import mix_pretraining
 from rlhf_core import Batch, ConfigError, Loss, ModelOutputs, accumulate
 
 

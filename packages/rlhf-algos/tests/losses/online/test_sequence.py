@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.sequence_losses import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.soft_clip_losses import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True]])

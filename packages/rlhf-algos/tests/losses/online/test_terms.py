@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.policy_losses import PolicyLossConfig
-from rlhf_algos.policy_terms import (
+from rlhf_algos.losses.online.clipped import PolicyLossConfig
+from rlhf_algos.losses.online.terms import (
     add_aux_loss,
     finish_policy_loss,
     log_ratios,

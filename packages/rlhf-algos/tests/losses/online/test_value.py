@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.value_losses import ValueLossConfig, value_clip
+from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True, True]])

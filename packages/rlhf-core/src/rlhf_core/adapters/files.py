@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhf_core.adapters import HEADS, FourBit, LoraConfig, adapted_layers
+from rlhf_core.adapters.lora import HEADS, FourBit, LoraConfig, adapted_layers
 from rlhf_core.errors import ConfigError
 
 FOLDER = "adapter"

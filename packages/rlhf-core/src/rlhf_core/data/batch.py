@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlhf_core.trajectory import Trajectory
+from rlhf_core.data.trajectory import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

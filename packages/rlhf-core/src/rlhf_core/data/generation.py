@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.sampling import LogProbMeaning, SamplingConfig
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: end-of-text or a stop condition; `length`: max_tokens or the context is full; `abort`: cut off."""

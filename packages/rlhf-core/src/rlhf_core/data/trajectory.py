@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.sampling import LogProbMeaning
+from rlhf_core.data.sampling import LogProbMeaning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

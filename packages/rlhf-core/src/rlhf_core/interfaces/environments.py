@@ -1,7 +1,7 @@
 """The environment seam: what a multi-turn episode talks to.
 
 An environment says messages, text or tokens; the policy's turns come to it as the tokens that were sampled,
-with their text. The agent loop between the two (`rlhf_rollout.agent_loop`) never tokenises a turn again.
+with their text. The agent loop between the two (`rlhf_rollout.agents.loop`) never tokenises a turn again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from rlhf_core.generation import FinishReason
+from rlhf_core.data.generation import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

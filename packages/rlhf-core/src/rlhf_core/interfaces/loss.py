@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhf_core.batch import Batch
+from rlhf_core.data.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class ModelOutputs:
     """Router load-balancing loss of a mixture-of-experts model."""
     routed_experts: Int[Tensor, "rows length choices"] | None = None
     """Experts each token went through, those of the first layer first; -1 in the padding. As the batch's column of
-    this name they are chosen again (see `rlhf_core.routing`)."""
+    this name they are chosen again (see `rlhf_core.model.expert_routing`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

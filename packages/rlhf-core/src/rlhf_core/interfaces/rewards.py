@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import RewardError
-from rlhf_core.trajectory import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from rlhf_core.engines import DType
+from rlhf_core.data.generation import GenerationRequest, GenerationResult
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation import GenerationRequest, GenerationResult
-from rlhf_core.transport import Link
-from rlhf_core.weights import WeightManifest
+from rlhf_core.interfaces.training import DType
+from rlhf_core.weight_sync.source import WeightManifest
+from rlhf_core.weight_sync.transports.transport import Link
 
 PauseMode = Literal["keep", "abort"]
 """`keep`: running requests freeze and continue on resume; `abort`: they end now with what they have."""
@@ -54,7 +54,7 @@ class BackendCapabilities:
     """What a backend can do, said before it is asked."""
 
     transports: frozenset[str]
-    """Kinds of weight transport it can join; see rlhf_core.transport."""
+    """Kinds of weight transport it can join; see rlhf_core.weight_sync.transports.transport."""
     receivers: int = 1
     """Transport ranks this backend takes up (one per tensor-parallel worker)."""
     pause_modes: frozenset[PauseMode] = frozenset({"keep", "abort"})
@@ -65,7 +65,7 @@ class BackendCapabilities:
     """Requests may carry images."""
     partial_sync: PartialSync = "none"
     """What may travel besides all weights: whole tensors that changed (with those that the engine fuses them with,
-    see rlhf_core.delta), or also single values of them."""
+    see rlhf_core.weight_sync.delta), or also single values of them."""
     adapters: bool = False
     """A sync may bring an adapter alone (`WeightManifest.adapter`), which takes the place of the last one."""
     sleep: bool = False

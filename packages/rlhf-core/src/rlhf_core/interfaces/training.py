@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from rlhf_core.batch import Batch
+from rlhf_core.data.batch import Batch
 from rlhf_core.errors import ConfigError
-from rlhf_core.loss import Loss, ModelOutputs
-from rlhf_core.weights import WeightSource
+from rlhf_core.interfaces.loss import Loss, ModelOutputs
+from rlhf_core.weight_sync.source import WeightSource
 
 Role = Literal["policy", "critic", "reference", "reward"]
 """`policy` and `reference` are causal language models, `critic` and `reward` have a scalar head."""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_core.packing import Layout, Segment
+from rlhf_core.model.packing import Layout, Segment
 
 Kernel = Literal["sdpa", "varlen", "blocks"]
 

@@ -16,18 +16,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from rlhf_core.batch import Batch
+from rlhf_core.data.batch import Batch
 from rlhf_core.errors import CapabilityError
-from rlhf_core.log_probs import (
+from rlhf_core.interfaces.loss import ModelOutputs
+from rlhf_core.model.expert_routing import Routers, has_routers, to_rows, to_tokens
+from rlhf_core.model.log_probs import (
     LogitScaling,
     chunked_candidate_log_probs,
     chunked_log_probs,
     chunked_top_k,
 )
-from rlhf_core.loss import ModelOutputs
-from rlhf_core.packed_attention import has_dropout, is_packing
-from rlhf_core.packing import PackedRows, pack
-from rlhf_core.routing import Routers, has_routers, to_rows, to_tokens
+from rlhf_core.model.packed_attention import has_dropout, is_packing
+from rlhf_core.model.packing import PackedRows, pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ def model_outputs(
 
     Gradients flow unless the caller disables them. The head runs only where there is a response token, on
     `chunk` of them at a time (None chooses by the size of the vocabulary). With `replay` the experts are those of
-    the batch's column `routed_experts`, if it has one (see `rlhf_core.routing`).
+    the batch's column `routed_experts`, if it has one (see `rlhf_core.model.expert_routing`).
     """
     routed = "aux_loss" in fields
     record = "routed_experts" in fields

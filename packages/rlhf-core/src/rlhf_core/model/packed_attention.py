@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlhf_core.batch import Batch
-from rlhf_core.packing import Layout, pack
-from rlhf_core.segment_kernels import SEGMENT_ATTENTION, Kernel, kernels_for, sdpa_segments
+from rlhf_core.data.batch import Batch
+from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, Kernel, kernels_for, sdpa_segments
+from rlhf_core.model.packing import Layout, pack
 
 NAME = "rlhf_packed"
 """Under which Transformers knows the attention; the kernel's name follows where it is not `sdpa`."""
@@ -131,7 +131,7 @@ def _is_plain(model: Any, config: Any) -> bool:
 
 def _trial(model: Any) -> bool:
     """Whether two short rows with a common prompt have the same hidden states packed as padded."""
-    from rlhf_core.forward import packed_states, padded_states
+    from rlhf_core.model.forward import packed_states, padded_states
 
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([[3, 1, 4, 1, 5, 0], [3, 1, 4, 2, 6, 5]], device=device)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlhf_core.batch import Batch
+from rlhf_core.data.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,15 +26,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.batch import Batch, pad_rows
-from rlhf_core.engines import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
+from rlhf_core.data.batch import Batch, pad_rows
 from rlhf_core.errors import TrainingDivergedError, UserError
-from rlhf_core.log_probs import entropy_from_logits, log_probs_from_logits
-from rlhf_core.loss import Loss, LossTerms, ModelOutputs, mean_of
-from rlhf_core.receiving import receive_weights
-from rlhf_core.sending import send_weights
+from rlhf_core.interfaces.loss import Loss, LossTerms, ModelOutputs, mean_of
+from rlhf_core.interfaces.training import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
+from rlhf_core.model.log_probs import entropy_from_logits, log_probs_from_logits
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_core.transport import join, open_sender
+from rlhf_core.weight_sync.receive import receive_weights
+from rlhf_core.weight_sync.send import send_weights
+from rlhf_core.weight_sync.transports.transport import join, open_sender
 
 SMOOTH = OptimizerConfig(learning_rate=0.3, eps=1.0, max_grad_norm=0.0)
 """With a large eps Adam's step is nearly proportional to the gradient, so rounding is not blown up to its sign."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rlhf_core.backends import BackendCapabilities, PauseMode, RolloutConfig
+from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
 from rlhf_core.errors import EngineDiedError, StaleWeightsError, WeightSyncError
-from rlhf_core.generation import FinishReason, GenerationRequest, GenerationResult, Sample
-from rlhf_core.manifest import WeightManifest
-from rlhf_core.receiving import receive_weights
-from rlhf_core.transport import Link, Receiver, join
+from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutConfig
+from rlhf_core.weight_sync.manifest import WeightManifest
+from rlhf_core.weight_sync.receive import receive_weights
+from rlhf_core.weight_sync.transports.transport import Link, Receiver, join
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]
 """(request, index of the sample) -> its tokens, the last of which counts as end-of-text."""

@@ -8,10 +8,10 @@ import asyncio
 import pytest
 import torch
 
-from rlhf_core.backends import RolloutBackend
+from rlhf_core.data.generation import GenerationResult
+from rlhf_core.data.sampling import SamplingConfig
 from rlhf_core.errors import StaleWeightsError, WeightSyncError
-from rlhf_core.generation import GenerationResult
-from rlhf_core.sampling import SamplingConfig
+from rlhf_core.interfaces.rollout import RolloutBackend
 from rlhf_core.testing.rollout_ground import Results, RolloutGround, token_ids
 from rlhf_core.testing.weight_sync import (
     Trainer,

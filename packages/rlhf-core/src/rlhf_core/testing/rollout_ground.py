@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from rlhf_core.backends import PauseMode, RolloutBackend, RolloutConfig
-from rlhf_core.generation import GenerationRequest, GenerationResult, Sample
-from rlhf_core.sampling import SamplingConfig
+from rlhf_core.data.generation import GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.sampling import SamplingConfig
+from rlhf_core.interfaces.rollout import PauseMode, RolloutBackend, RolloutConfig
 from rlhf_core.testing.tiny import SPECIAL_TOKENS, save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, sync
 

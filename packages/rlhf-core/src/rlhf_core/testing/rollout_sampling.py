@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.backends import BackendCapabilities, RolloutBackend
+from rlhf_core.data.generation import GenerationResult
+from rlhf_core.data.sampling import SamplingConfig
 from rlhf_core.errors import CapabilityError
-from rlhf_core.generation import GenerationResult
-from rlhf_core.sampling import SamplingConfig
+from rlhf_core.interfaces.rollout import BackendCapabilities, RolloutBackend
 from rlhf_core.testing.rollout_ground import EOS, RolloutGround, generate_all, token_ids, truncated_log_probs
 from rlhf_core.testing.weight_sync import Trainer
 

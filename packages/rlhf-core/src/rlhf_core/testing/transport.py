@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, RLHFError, WeightSyncError
-from rlhf_core.manifest import Bucket, TensorSpec, WeightManifest
-from rlhf_core.receiving import receive_weights
-from rlhf_core.sending import send_weights
-from rlhf_core.transport import Receiver, Sender, give_up, join, open_sender
+from rlhf_core.weight_sync.manifest import Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.receive import receive_weights
+from rlhf_core.weight_sync.send import send_weights
+from rlhf_core.weight_sync.transports.transport import Receiver, Sender, give_up, join, open_sender
 
 
 class Source:

@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.backends import RolloutBackend
-from rlhf_core.delta import DeltaMode, DeltaSource
-from rlhf_core.generation import GenerationRequest, Sample
-from rlhf_core.log_probs import log_probs_from_logits
-from rlhf_core.manifest import TensorSpec, WeightManifest
-from rlhf_core.sending import send_weights
-from rlhf_core.transport import Sender, open_sender
-from rlhf_core.weights import ModuleWeights, WeightSource
+from rlhf_core.data.generation import GenerationRequest, Sample
+from rlhf_core.interfaces.rollout import RolloutBackend
+from rlhf_core.model.log_probs import log_probs_from_logits
+from rlhf_core.weight_sync.delta import DeltaMode, DeltaSource
+from rlhf_core.weight_sync.manifest import TensorSpec, WeightManifest
+from rlhf_core.weight_sync.send import send_weights
+from rlhf_core.weight_sync.source import ModuleWeights, WeightSource
+from rlhf_core.weight_sync.transports.transport import Sender, open_sender
 
 BUCKET_BYTES = 32 << 10
 """Small, so that the tiny models travel in many buckets."""

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_core.batch import Batch
-from rlhf_core.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
-from rlhf_core.micro_batches import TokenBudget, cut_batch
-from rlhf_core.routing import NO_CHOICE
+from rlhf_core.data.batch import Batch
+from rlhf_core.interfaces.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
+from rlhf_core.model.expert_routing import NO_CHOICE
+from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 
 
 class Ranks(Protocol):

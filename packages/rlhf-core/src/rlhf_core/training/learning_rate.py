@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rlhf_core.engines import OptimizerConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces.training import OptimizerConfig
 
 WSD_CONSTANT = 0.8
 """Share of the steps after the warm-up in which the schedule `wsd` stays at the full rate."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from rlhf_core.batch import Batch
-from rlhf_core.packed_attention import has_dropout, is_packing
+from rlhf_core.data.batch import Batch
+from rlhf_core.model.packed_attention import has_dropout, is_packing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,10 +22,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_core.checksum import checksum
 from rlhf_core.errors import ConfigError
-from rlhf_core.manifest import DEFAULT_BUCKET_BYTES, INDEX_BYTES, Bucket, TensorSpec, WeightManifest
-from rlhf_core.weights import WeightSource
+from rlhf_core.weight_sync.checksum import checksum
+from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, INDEX_BYTES, Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.source import WeightSource
 
 DeltaMode = Literal["tensors", "values"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

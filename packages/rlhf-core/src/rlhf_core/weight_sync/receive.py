@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.manifest import Bucket, WeightManifest
-from rlhf_core.sealing import check_seal
-from rlhf_core.transport import Receiver
-from rlhf_core.weights import Load
+from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
+from rlhf_core.weight_sync.sealing import check_seal
+from rlhf_core.weight_sync.source import Load
+from rlhf_core.weight_sync.transports.transport import Receiver
 
 
 def receive_weights(

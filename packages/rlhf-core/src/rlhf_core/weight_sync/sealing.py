@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_core.checksum import checksum
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.manifest import CHECKSUM_BYTES, Bucket, WeightManifest
+from rlhf_core.weight_sync.checksum import checksum
+from rlhf_core.weight_sync.manifest import CHECKSUM_BYTES, Bucket, WeightManifest
 
 
 def seal(manifest: WeightManifest, bucket: Bucket, flat: Tensor) -> None:

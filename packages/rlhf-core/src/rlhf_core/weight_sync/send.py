@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.manifest import Bucket, WeightManifest
-from rlhf_core.sealing import seal
-from rlhf_core.transport import Sender, Sending, closed_on_error
-from rlhf_core.weights import PackingSource, WeightSource
+from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
+from rlhf_core.weight_sync.sealing import seal
+from rlhf_core.weight_sync.source import PackingSource, WeightSource
+from rlhf_core.weight_sync.transports.transport import Sender, Sending, closed_on_error
 
 
 def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender | None) -> None:

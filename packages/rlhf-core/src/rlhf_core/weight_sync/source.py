@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.manifest import DEFAULT_BUCKET_BYTES, Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, Bucket, TensorSpec, WeightManifest
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

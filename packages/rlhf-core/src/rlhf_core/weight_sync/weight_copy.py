@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from rlhf_core.delta import fused_group
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.weight_sync.delta import fused_group
 
 
 class HeldWeights:
     """All weights in the form in which they travel, in host memory: as many bytes as the model has.
 
     An engine that fuses, shards or repacks its weights has no place in which single values could be changed. It
-    changes them here (see rlhf_core.delta, `values`), and loads what it fuses with them anew.
+    changes them here (see rlhf_core.weight_sync.delta, `values`), and loads what it fuses with them anew.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class TestSharedMemory(TransportConformance):
 
 
 class TestByPath(TransportConformance):
-    kind = "rlhf_core.transport_local:LocalTransport"
+    kind = "rlhf_core.weight_sync.transports.local:LocalTransport"
     can_give_up = False
 
 

@@ -25,13 +25,13 @@ def mismatch(
     ] = None,
 ) -> None:
     """Compare the log-probs of the sampler with those of the trainer and say where a difference comes from."""
-    from rlhf_launch.command import run_command
+    from rlhf_launch.cli.main import run_command
 
     def work() -> None:
-        from rlhf_algos.config_files import load_config
+        from rlhf_algos.config.loader import load_config
 
-        from rlhf_launch.config import RunConfig
-        from rlhf_launch.mismatch_run import check_mismatch
+        from rlhf_launch.config.run import RunConfig
+        from rlhf_launch.mismatch.run import check_mismatch
 
         run = load_config(RunConfig, config, overrides or [])
         check_mismatch(run, prompts=prompts, sampler_model=sampler_model)

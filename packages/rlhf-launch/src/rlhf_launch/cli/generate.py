@@ -32,7 +32,7 @@ def generate(
 
     Run it again after an interruption: it goes on where it stopped.
     """
-    from rlhf_launch.command import run_command
+    from rlhf_launch.cli.main import run_command
 
     flags: dict[str, Any] = {
         "model.policy": model,
@@ -51,9 +51,9 @@ def generate(
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
 
     def work() -> None:
-        from rlhf_algos.config_files import load_config
+        from rlhf_algos.config.loader import load_config
 
-        from rlhf_launch.batch_generation import NOT_FOR_GENERATION, GenerateConfig, run_generation
+        from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, run_generation
 
         defaults = [] if path else ["rollout.samples_per_prompt=1", "placement.executor=local"]
         loaded = load_config(GenerateConfig, path, [*defaults, *arguments, *given], ignore=NOT_FOR_GENERATION)

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rlhf_core import RLHFError, UserError
 
-from rlhf_launch.doctor_command import doctor
-from rlhf_launch.generate_command import generate
-from rlhf_launch.merge_command import merge_lora
-from rlhf_launch.offline_command import offline
+from rlhf_launch.cli.doctor import doctor
+from rlhf_launch.cli.generate import generate
+from rlhf_launch.cli.merge_lora import merge_lora
+from rlhf_launch.cli.offline import offline
 
 app = typer.Typer(
     name="rlhf",
@@ -44,15 +44,15 @@ def train(
     """Improve a policy by reinforcement learning, as CONFIG says."""
 
     def work() -> None:
-        from rlhf_algos.config_files import dump_config, load_config
+        from rlhf_algos.config.loader import dump_config, load_config
 
-        from rlhf_launch.config import RunConfig
+        from rlhf_launch.config.run import RunConfig
 
         run_config = load_config(RunConfig, config, overrides or [])
         if print_config:
             typer.echo(dump_config(run_config), nl=False)
             return
-        from rlhf_launch.assemble import run_online
+        from rlhf_launch.online.run import run_online
 
         run_online(run_config, resume=resume)
         Console(highlight=False).print(f"model, metrics and plot are in {run_config.output_dir}", soft_wrap=True)
@@ -72,7 +72,7 @@ def quickstart(
     """
 
     def work() -> None:
-        from rlhf_launch.quickstart import run_quickstart
+        from rlhf_launch.quickstart.run import run_quickstart
 
         run_quickstart(output_dir, seed=seed, overrides=overrides or [])
 

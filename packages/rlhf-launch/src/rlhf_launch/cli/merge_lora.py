@@ -24,10 +24,10 @@ def merge_lora(
     ] = False,
 ) -> None:
     """Merge ADAPTER into its model and write a Transformers directory, tokenizer included."""
-    from rlhf_launch.command import run_command
+    from rlhf_launch.cli.main import run_command
 
     def work() -> None:
-        from rlhf_train.merging import MergeConfig, merge_adapter
+        from rlhf_train.weights.merge_adapter import MergeConfig, merge_adapter
 
         config = MergeConfig(
             adapter=adapter,

@@ -20,12 +20,12 @@ def offline(
     ] = False,
 ) -> None:
     """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
-    from rlhf_launch.command import run_command
+    from rlhf_launch.cli.main import run_command
 
     def work() -> None:
-        from rlhf_algos.config_files import dump_config, load_config
+        from rlhf_algos.config.loader import dump_config, load_config
 
-        from rlhf_launch.scaled_offline import ScaledOfflineConfig
+        from rlhf_launch.offline.run import ScaledOfflineConfig
 
         fixed = [f"method={method}", *(["resume=true"] if resume else [])]
         settings = load_config(ScaledOfflineConfig, config, [*(overrides or []), *fixed])
@@ -34,7 +34,7 @@ def offline(
             return
         from rlhf_algos.command import ProgressBar
 
-        from rlhf_launch.scaled_offline import train_at_scale
+        from rlhf_launch.offline.run import train_at_scale
 
         with ProgressBar(quiet=False) as bar:
             result = train_at_scale(settings, on_event=bar.on_event)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_core import ConfigError
-from rlhf_rollout.reward_parts import (
+from rlhf_rollout.rewards.faults import FaultPolicy
+from rlhf_rollout.rewards.parts import (
     EnginePart,
     EnvironmentPart,
     FunctionPart,
@@ -14,7 +15,6 @@ from rlhf_rollout.reward_parts import (
     RewardPart,
     StepsPart,
 )
-from rlhf_rollout.reward_policy import FaultPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_algos.off_policy import OffPolicyCorrection
-from rlhf_algos.recipes import GRPO, PPO
+from rlhf_algos.recipes.recipes import GRPO, PPO
 from rlhf_core import ConfigError, LoraConfig, OptimizerConfig
-from rlhf_core.engines import DType
+from rlhf_core.interfaces.training import DType
 
-from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.rollout_config import RolloutSection
-from rlhf_launch.sync_options import SyncOptions
+from rlhf_launch.config.reward import RewardSection
+from rlhf_launch.config.rollout import RolloutSection
+from rlhf_launch.config.weight_sync import SyncOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

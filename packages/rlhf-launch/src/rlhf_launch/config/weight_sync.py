@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_core import ConfigError
-from rlhf_core.backends import PARTIAL_SYNCS, PartialSync
-from rlhf_core.weights import DEFAULT_BUCKET_BYTES
+from rlhf_core.interfaces.rollout import PARTIAL_SYNCS, PartialSync
+from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +14,8 @@ class SyncOptions:
     """How weights are sent."""
 
     transport: str | None = None
-    """Kind of weight transport (see rlhf_core.transport); by default the fastest that the placement allows."""
+    """Kind of weight transport (see `rlhf_core.weight_sync`); by default the fastest that the placement
+    allows."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
     checksums: bool = False
@@ -23,7 +24,7 @@ class SyncOptions:
     """With a policy that trains adapters: `merged` sends all weights with the adapters' updates in them; `adapter`
     sends the adapters alone, megabytes, which rollout engines put on top of the weights they were loaded with."""
     delta: PartialSync = "none"
-    """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.delta)."""
+    """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.weight_sync.delta)."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:

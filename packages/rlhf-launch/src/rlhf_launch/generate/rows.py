@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, DataError, Failed, GenerationResult, Score
 
-from rlhf_launch.prompts import Prompt
+from rlhf_launch.samples.prompts import Prompt
 
 
 def make_row(

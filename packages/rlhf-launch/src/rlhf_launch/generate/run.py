@@ -11,13 +11,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rlhf_algos.config_files import to_plain
-from rlhf_algos.data import DataSource, read_rows
-from rlhf_algos.torch_models import check_model_path
+from rlhf_algos.config.loader import to_plain
+from rlhf_algos.data.sources import DataSource, read_rows
+from rlhf_algos.torch_engine.model import check_model_path
 from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, Score, check_scores
 
-from rlhf_launch.components import Components, choose_components
-from rlhf_launch.config import (
+from rlhf_launch.config.run import (
     DataSection,
     ModelSection,
     PlacementSection,
@@ -26,15 +25,16 @@ from rlhf_launch.config import (
     RunConfig,
     TrainSection,
 )
-from rlhf_launch.generated_rows import GeneratedRows, make_row
-from rlhf_launch.placement import open_executor, reward_plans, rollout_plans
-from rlhf_launch.preflight import load_tokenizer
-from rlhf_launch.prompts import Prompt, make_prompts
-from rlhf_launch.request_seeds import request_seed
-from rlhf_launch.rewarding import CheckedReward, Rewarder, check_reward, open_reward
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sampling_step import trajectories_of
-from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.generate.rows import GeneratedRows, make_row
+from rlhf_launch.online.preflight import load_tokenizer
+from rlhf_launch.placement.plans import open_executor, reward_plans, rollout_plans
+from rlhf_launch.placement.resolve import Components, choose_components
+from rlhf_launch.samples.prompts import Prompt, make_prompts
+from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
+from rlhf_launch.samples.sample import trajectories_of
+from rlhf_launch.seeds import request_seed
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

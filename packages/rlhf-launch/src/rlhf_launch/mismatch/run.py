@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rlhf_algos.torch_models import check_model_path
+from rlhf_algos.torch_engine.model import check_model_path
 from rlhf_core import ConfigError, SamplingConfig, Trajectory, collate
 from torch import Tensor
 
-from rlhf_launch.config import RunConfig
-from rlhf_launch.handles import Handle
-from rlhf_launch.mismatch import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
-from rlhf_launch.placement import open_executor, rollout_plans, training_plans
-from rlhf_launch.preflight import Inputs, check_inputs
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sampling_step import generate
-from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.weight_sync import WeightSync
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.mismatch.attribution import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
+from rlhf_launch.online.preflight import Inputs, check_inputs
+from rlhf_launch.placement.plans import open_executor, rollout_plans, training_plans
+from rlhf_launch.samples.sample import generate
+from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.handles import Handle
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_algos import EngineSource, OfflineConfig, TrainResult, train
-from rlhf_algos.offline import Event
+from rlhf_algos.offline.loop import Event
 from rlhf_core import (
     TRAIN_ENGINES,
     Batch,
@@ -21,9 +21,9 @@ from rlhf_core import (
     WeightSource,
 )
 
-from rlhf_launch.components import load_plugin_checked
-from rlhf_launch.placement import Executor, LocalExecutor, rank_plans
-from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.placement.plans import Executor, LocalExecutor, rank_plans
+from rlhf_launch.placement.resolve import load_plugin_checked
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ def _engines(scale: ScaleSection) -> Iterator[EngineSource]:
 def _executor(scale: ScaleSection) -> Executor:
     if not scale.on_ray:
         return LocalExecutor()
-    from rlhf_launch.ray_cluster import RayCluster
+    from rlhf_launch.placement.ray import RayCluster
 
     return RayCluster(scale.ray_address, timeout_s=scale.timeout_s)
 

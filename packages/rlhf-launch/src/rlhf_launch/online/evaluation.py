@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlhf_launch.collecting import sample_and_score
-from rlhf_launch.config import EvaluationSection
-from rlhf_launch.groups import Group
-from rlhf_launch.prompts import Prompt
+from rlhf_launch.config.run import EvaluationSection
+from rlhf_launch.samples.collecting import sample_and_score
+from rlhf_launch.samples.groups import Group
+from rlhf_launch.samples.prompts import Prompt
 
 if TYPE_CHECKING:
-    from rlhf_launch.online import OnlineRun
+    from rlhf_launch.online.loop import OnlineRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

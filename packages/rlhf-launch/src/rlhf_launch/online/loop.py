@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 import torch
 from rlhf_algos.kl import KLController
-from rlhf_algos.recipes import Recipe
+from rlhf_algos.recipes.recipes import Recipe
 from rlhf_core import Batch, Mean, Score, StepReport, collate
 
-from rlhf_launch.collecting import Collected
-from rlhf_launch.config import RunConfig
-from rlhf_launch.engine_replacement import EngineReplacement
-from rlhf_launch.evaluation import HeldOut, evaluate
-from rlhf_launch.groups import group_index
-from rlhf_launch.producer import Producer
-from rlhf_launch.prompts import PromptStream
-from rlhf_launch.report import PhaseClock, Reporter, sample_metrics, step_metrics
-from rlhf_launch.rewarding import Rewarder
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.run_state import RunState
-from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.weight_sync import WeightSync
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.evaluation import HeldOut, evaluate
+from rlhf_launch.online.report import PhaseClock, Reporter, sample_metrics, step_metrics
+from rlhf_launch.online.state import RunState
+from rlhf_launch.samples.collecting import Collected
+from rlhf_launch.samples.groups import group_index
+from rlhf_launch.samples.producer import Producer
+from rlhf_launch.samples.prompts import PromptStream
+from rlhf_launch.samples.reward import Rewarder
+from rlhf_launch.weight_sync.replacement import EngineReplacement
+from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_algos.data import DataSource, read_rows
-from rlhf_algos.torch_models import check_model_path
+from rlhf_algos.data.sources import DataSource, read_rows
+from rlhf_algos.torch_engine.model import check_model_path
 from rlhf_core import ConfigError, load_object
 
-from rlhf_launch.components import Components, choose_components
-from rlhf_launch.config import EvaluationSection, RunConfig
-from rlhf_launch.evaluation import HeldOut
-from rlhf_launch.prompts import Prompt, make_prompts
-from rlhf_launch.rewarding import CheckedReward, check_reward
+from rlhf_launch.config.run import EvaluationSection, RunConfig
+from rlhf_launch.online.evaluation import HeldOut
+from rlhf_launch.placement.resolve import Components, choose_components
+from rlhf_launch.samples.prompts import Prompt, make_prompts
+from rlhf_launch.samples.reward import CheckedReward, check_reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

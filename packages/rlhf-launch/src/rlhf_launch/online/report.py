@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_core import Batch, Score, StepReport, Trajectory
 
-from rlhf_launch.evaluation import Evaluation
+from rlhf_launch.online.evaluation import Evaluation
 
 
 class PhaseClock:

@@ -9,16 +9,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rlhf_algos.config_files import dump_config
+from rlhf_algos.config.loader import dump_config
 from rlhf_core import ConfigError
 
-from rlhf_launch.checkpoints import CheckpointStore
-from rlhf_launch.config import RunConfig
-from rlhf_launch.engine_replacement import EngineReplacement
-from rlhf_launch.handles import Handle
-from rlhf_launch.ledger import Ledger, LedgerLimits
-from rlhf_launch.online import OnlineRun, Roles, report_evaluations, train
-from rlhf_launch.placement import (
+from rlhf_launch.config.rollout import Overlap
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.checkpoints import CheckpointStore
+from rlhf_launch.online.loop import OnlineRun, Roles, report_evaluations, train
+from rlhf_launch.online.preflight import Inputs, check_inputs
+from rlhf_launch.online.report import Reporter, plot_run
+from rlhf_launch.online.state import RunState
+from rlhf_launch.placement.plans import (
     Executor,
     open_executor,
     reward_plans,
@@ -26,17 +27,16 @@ from rlhf_launch.placement import (
     rollout_plans,
     training_plans,
 )
-from rlhf_launch.preflight import Inputs, check_inputs
-from rlhf_launch.producer import During, Producer, ProducerConfig
-from rlhf_launch.prompts import PromptStream
-from rlhf_launch.report import Reporter, plot_run
-from rlhf_launch.rewarding import Rewarder, open_reward
-from rlhf_launch.rollout_config import Overlap
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.run_state import RunState
-from rlhf_launch.sampling_step import group_sampler
-from rlhf_launch.train_group import TrainGroup
-from rlhf_launch.weight_sync import WeightSync
+from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.producer import During, Producer, ProducerConfig
+from rlhf_launch.samples.prompts import PromptStream
+from rlhf_launch.samples.reward import Rewarder, open_reward
+from rlhf_launch.samples.sample import group_sampler
+from rlhf_launch.weight_sync.replacement import EngineReplacement
+from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.handles import Handle
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 def run_online(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> OnlineRun:

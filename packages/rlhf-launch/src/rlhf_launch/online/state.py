@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf_launch.checkpoints import CheckpointStore, Unpublished
+from rlhf_launch.online.checkpoints import CheckpointStore, Unpublished
 
 if TYPE_CHECKING:
-    from rlhf_launch.online import OnlineRun
-    from rlhf_launch.train_group import TrainGroup
+    from rlhf_launch.online.loop import OnlineRun
+    from rlhf_launch.workers.train_group import TrainGroup
 
 
 class RunState:

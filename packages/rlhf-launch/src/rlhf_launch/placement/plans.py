@@ -16,14 +16,14 @@ from rlhf_core import (
     RolloutConfig,
     load_plugin,
 )
-from rlhf_rollout.reward_parts import ModelPart
+from rlhf_rollout.rewards.parts import ModelPart
 
-from rlhf_launch.components import Components, WorkerNeeds
-from rlhf_launch.config import RunConfig
-from rlhf_launch.handles import Handle, LocalHandle
-from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.rollout_worker import RolloutWorker
-from rlhf_launch.train_worker import TrainWorker
+from rlhf_launch.config.reward import RewardSection
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.placement.resolve import Components, WorkerNeeds
+from rlhf_launch.workers.handles import Handle, LocalHandle
+from rlhf_launch.workers.rollout_engine import RolloutWorker
+from rlhf_launch.workers.train_rank import TrainWorker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ def open_executor(config: WorkerNeeds, components: Components) -> Executor:
     """The executor that the components name."""
     if components.executor == "local":
         return LocalExecutor()
-    from rlhf_launch.ray_cluster import RayCluster
+    from rlhf_launch.placement.ray import RayCluster
 
     transports = ("nccl", "gloo") if components.device == "cuda" else ("shm", "gloo")
     placement = config.placement

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core import EngineDiedError, ResourceError
 
-from rlhf_launch.placement import WorkerPlan
+from rlhf_launch.placement.plans import WorkerPlan
 
 
 class RayCluster:

@@ -8,9 +8,9 @@ from typing import Literal, Protocol
 
 from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, PluginError, ResourceError, load_plugin
 
-from rlhf_launch.config import ModelSection, PlacementSection, TrainSection
-from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.rollout_config import RolloutSection
+from rlhf_launch.config.reward import RewardSection
+from rlhf_launch.config.rollout import RolloutSection
+from rlhf_launch.config.run import ModelSection, PlacementSection, TrainSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,12 +14,15 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from rlhf_algos.config_files import load_config
-from rlhf_algos.engine import TorchEngine
-from rlhf_algos.sft import SFTConfig, sft
+from rlhf_algos.config.loader import load_config
+from rlhf_algos.losses.offline.sft import SFTConfig, sft
+from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import Batch, EngineConfig, Loss, OptimizerConfig
 
-from rlhf_launch.arithmetic import (
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.evaluation import Evaluation
+from rlhf_launch.online.run import run_online
+from rlhf_launch.quickstart.arithmetic import (
     Problem,
     character_tokenizer,
     make_model,
@@ -27,9 +30,6 @@ from rlhf_launch.arithmetic import (
     supervised_batch,
     write_problems,
 )
-from rlhf_launch.assemble import run_online
-from rlhf_launch.config import RunConfig
-from rlhf_launch.evaluation import Evaluation
 
 WARM_UP_BATCH = 128
 WARM_UP_TARGET = 0.25
@@ -37,7 +37,7 @@ WARM_UP_MAX_STEPS = 900
 HELD_OUT = 500
 SETTINGS: dict[str, Any] = {
     "steps": 80,
-    "reward": {"function": "rlhf_launch.arithmetic:exact_sum"},
+    "reward": {"function": "rlhf_launch.quickstart.arithmetic:exact_sum"},
     "rollout": {
         "samples_per_prompt": 16,
         "max_num_seqs": 512,

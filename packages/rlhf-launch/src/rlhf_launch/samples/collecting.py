@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_core import DeadlineExceeded, SamplingConfig, Score, Trajectory
-from rlhf_rollout.overlapped_scoring import ScoredGroup, score_as_finished
+from rlhf_rollout.rewards.scoring import ScoredGroup, score_as_finished
 
-from rlhf_launch.groups import Group, group_of, oldest_version
-from rlhf_launch.prompts import Prompt
-from rlhf_launch.sampling_step import group_sampler
+from rlhf_launch.samples.groups import Group, group_of, oldest_version
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.samples.sample import group_sampler
 
 if TYPE_CHECKING:
-    from rlhf_launch.online import OnlineRun
+    from rlhf_launch.online.loop import OnlineRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

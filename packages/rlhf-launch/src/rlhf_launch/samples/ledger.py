@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_launch.groups import Group, group_from_plain, group_to_plain, is_json
+from rlhf_launch.samples.groups import Group, group_from_plain, group_to_plain, is_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rlhf_core import DeadlineExceeded, RewardError, Trajectory
-from rlhf_rollout.overlapped_scoring import score_as_finished
+from rlhf_rollout.rewards.scoring import score_as_finished
 
-from rlhf_launch.collecting import Collected
-from rlhf_launch.groups import group_of
-from rlhf_launch.ledger import Ledger
-from rlhf_launch.prompts import Prompt, PromptStream
-from rlhf_launch.rewarding import Rewarder
-from rlhf_launch.sampling_step import GroupSampler
+from rlhf_launch.samples.collecting import Collected
+from rlhf_launch.samples.groups import group_of
+from rlhf_launch.samples.ledger import Ledger
+from rlhf_launch.samples.prompts import Prompt, PromptStream
+from rlhf_launch.samples.reward import Rewarder
+from rlhf_launch.samples.sample import GroupSampler
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_algos.data import Row
+from rlhf_algos.data.sources import Row
 from rlhf_core import DataError
 
-from rlhf_launch.config import DataSection
+from rlhf_launch.config.run import DataSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

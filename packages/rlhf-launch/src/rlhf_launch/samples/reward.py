@@ -7,15 +7,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_algos.torch_models import check_model_path
+from rlhf_algos.torch_engine.model import check_model_path
 from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory
 from rlhf_rollout import CombinedReward, FaultPolicy, ModelReward, RobustReward, StepReward
-from rlhf_rollout.endpoints import unreachable
-from rlhf_rollout.reward_parts import HTTPPart, JudgePart, ModelPart, RewardPart, StepsPart
+from rlhf_rollout.rewards.endpoints import unreachable
+from rlhf_rollout.rewards.parts import HTTPPart, JudgePart, ModelPart, RewardPart, StepsPart
 
-from rlhf_launch.prompts import Prompt
-from rlhf_launch.reward_config import RewardSection
-from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.config.reward import RewardSection
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.workers.train_group import TrainGroup
 
 _WITH_EPISODES = frozenset({"turns", "environment"})
 """Columns that the agent loop adds to those of the data."""

@@ -9,10 +9,10 @@ from typing import Any
 from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, SamplingConfig, Trajectory, load_object
 from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
 
-from rlhf_launch.prompts import Prompt
-from rlhf_launch.request_seeds import request_seed
-from rlhf_launch.rollout_config import AgentSection
-from rlhf_launch.rollout_pool import RolloutPool
+from rlhf_launch.config.rollout import AgentSection
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.seeds import request_seed
+from rlhf_launch.workers.rollout_pool import RolloutPool
 
 
 async def sample_group(

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from rlhf_core import EngineDiedError
 
-from rlhf_launch.handles import gather
-from rlhf_launch.placement import Executor
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.weight_sync import SyncReport, WeightSync
+from rlhf_launch.placement.plans import Executor
+from rlhf_launch.weight_sync.sync import SyncReport, WeightSync
+from rlhf_launch.workers.handles import gather
+from rlhf_launch.workers.rollout_pool import RolloutPool
 
 _log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core import ConfigError, EngineDiedError, Link, RLHFError, UserError, WeightManifest, WeightSyncError
-from rlhf_core.transport import give_up
+from rlhf_core.weight_sync.transports.transport import give_up
 
-from rlhf_launch.handles import gather
-from rlhf_launch.rollout_pool import RolloutPool
-from rlhf_launch.sync_options import SyncOptions
-from rlhf_launch.train_group import TrainGroup
+from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.workers.handles import gather
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
 
 _RELEASE_S = 0.5
 

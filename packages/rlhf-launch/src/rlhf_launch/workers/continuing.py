@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlhf_core import GenerationRequest, GenerationResult, Sample
 from rlhf_rollout.concurrency import gather_or_cancel
 
-from rlhf_launch.request_seeds import request_seed
+from rlhf_launch.seeds import request_seed
 
 Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 

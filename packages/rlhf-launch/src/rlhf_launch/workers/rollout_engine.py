@@ -17,9 +17,9 @@ from rlhf_core import (
     WeightManifest,
     load_plugin,
 )
-from rlhf_core.shared_memory import shared_memory_id
+from rlhf_core.weight_sync.transports.shared_memory import shared_memory_id
 
-from rlhf_launch.worker_process import loading
+from rlhf_launch.workers.process import loading
 
 
 class RolloutWorker:

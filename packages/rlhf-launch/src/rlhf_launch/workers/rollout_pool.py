@@ -18,12 +18,12 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
 )
-from rlhf_core.backends import PARTIAL_SYNCS, PartialSync
+from rlhf_core.interfaces.rollout import PARTIAL_SYNCS, PartialSync
 
-from rlhf_launch.continuing import generate_to_the_end
-from rlhf_launch.handles import Handle, call_all, gather
-from rlhf_launch.idle_time import IdleTime
-from rlhf_launch.least_loaded import LeastLoaded
+from rlhf_launch.workers.continuing import generate_to_the_end
+from rlhf_launch.workers.handles import Handle, call_all, gather
+from rlhf_launch.workers.idle_time import IdleTime
+from rlhf_launch.workers.load import LeastLoaded
 
 _STALE_PAUSE_S = 0.2
 

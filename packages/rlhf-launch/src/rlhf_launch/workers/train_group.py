@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rlhf_core import Batch, Loss, ModelOutputs, StepReport, WeightManifest
 
-from rlhf_launch.handles import Handle, call_all, gather
+from rlhf_launch.workers.handles import Handle, call_all, gather
 
 
 def deal_units(lengths: Sequence[int], *, rows_per_unit: int, ranks: int) -> list[list[int]]:

@@ -27,10 +27,10 @@ from rlhf_core import (
     open_sender,
     send_weights,
 )
-from rlhf_core.delta import DeltaMode
-from rlhf_core.shared_memory import shared_memory_id
+from rlhf_core.weight_sync.delta import DeltaMode
+from rlhf_core.weight_sync.transports.shared_memory import shared_memory_id
 
-from rlhf_launch.worker_process import host_address, loading, seed_everything
+from rlhf_launch.workers.process import host_address, loading, seed_everything
 
 
 class TrainWorker:

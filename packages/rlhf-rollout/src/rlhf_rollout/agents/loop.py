@@ -18,13 +18,13 @@ from rlhf_core import (
     Turn,
 )
 
-from rlhf_rollout.agent_config import AgentConfig, AgentTask
+from rlhf_rollout.agents.config import AgentConfig, AgentTask
+from rlhf_rollout.agents.environment_calls import EnvironmentFailed, EnvironmentTooSlow, call_environment, in_thread
+from rlhf_rollout.agents.episode import Ending, Episode
+from rlhf_rollout.agents.turn_sampling import Generator, SharedFirstTurn, turn_seed
+from rlhf_rollout.agents.turn_tokens import TurnTokens
+from rlhf_rollout.chat.tool_calls import ToolCallParser
 from rlhf_rollout.concurrency import gather_or_cancel
-from rlhf_rollout.environment_calls import EnvironmentFailed, EnvironmentTooSlow, call_environment, in_thread
-from rlhf_rollout.episode import Ending, Episode
-from rlhf_rollout.tool_calls import ToolCallParser
-from rlhf_rollout.turn_sampling import Generator, SharedFirstTurn, turn_seed
-from rlhf_rollout.turn_tokens import TurnTokens
 
 _log = logging.getLogger(__name__)
 

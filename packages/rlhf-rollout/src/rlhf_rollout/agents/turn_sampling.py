@@ -8,7 +8,7 @@ from typing import Protocol
 
 from rlhf_core import GenerationRequest, GenerationResult, SamplingConfig
 
-from rlhf_rollout.agent_config import AgentTask
+from rlhf_rollout.agents.config import AgentTask
 
 
 class Generator(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, DataError, Observation
 
-from rlhf_rollout.chat_tokens import ChatTokens
+from rlhf_rollout.chat.tokens import ChatTokens
 
 
 class TurnTokens:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, DataError
 
-from rlhf_rollout.chat_messages import Message, template_messages
+from rlhf_rollout.chat.messages import Message, template_messages
 
 _SAMPLED = "(a turn that was sampled)"
 _STAND_IN: tuple[Message, ...] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})

@@ -14,8 +14,8 @@ from typing import Any
 
 from rlhf_core import Sample, ToolCall
 
-from rlhf_rollout.gateway_requests import Asked
-from rlhf_rollout.tool_calls import ToolCallParser, split_calls
+from rlhf_rollout.chat.tool_calls import ToolCallParser, split_calls
+from rlhf_rollout.gateway.requests import Asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

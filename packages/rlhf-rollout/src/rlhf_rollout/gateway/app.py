@@ -39,11 +39,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf_rollout.chat_messages import plain_message
-from rlhf_rollout.chat_tokens import ChatTokens
-from rlhf_rollout.gateway_answers import Answer
-from rlhf_rollout.gateway_config import GatewayConfig
-from rlhf_rollout.gateway_http import (
+from rlhf_rollout.agents.turn_sampling import Generator
+from rlhf_rollout.chat.messages import plain_message
+from rlhf_rollout.chat.tokens import ChatTokens
+from rlhf_rollout.chat.tool_calls import ToolCallParser, tagged_json, tool_call_parser
+from rlhf_rollout.gateway.answers import Answer
+from rlhf_rollout.gateway.config import GatewayConfig
+from rlhf_rollout.gateway.http import (
     error_body,
     error_response,
     read_body,
@@ -51,12 +53,10 @@ from rlhf_rollout.gateway_http import (
     status_of,
     unless_gone,
 )
-from rlhf_rollout.gateway_requests import read_prompt, read_settings
-from rlhf_rollout.gateway_server import ServerThread
-from rlhf_rollout.gateway_sessions import Prompt, Session
-from rlhf_rollout.gateway_stream import Work, stream_chunks
-from rlhf_rollout.tool_calls import ToolCallParser, tagged_json, tool_call_parser
-from rlhf_rollout.turn_sampling import Generator
+from rlhf_rollout.gateway.requests import read_prompt, read_settings
+from rlhf_rollout.gateway.server import ServerThread
+from rlhf_rollout.gateway.sessions import Prompt, Session
+from rlhf_rollout.gateway.stream import Work, stream_chunks
 
 
 class Gateway:

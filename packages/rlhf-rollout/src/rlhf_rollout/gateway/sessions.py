@@ -12,8 +12,8 @@ from typing import Any
 
 from rlhf_core import LogProbMeaning, Sample, Trajectory
 
-from rlhf_rollout.chat_messages import Message, digests
-from rlhf_rollout.chat_tokens import ChatTokens
+from rlhf_rollout.chat.messages import Message, digests
+from rlhf_rollout.chat.tokens import ChatTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,9 +9,9 @@ from typing import Any
 
 from rlhf_core import GenerationRequest, GenerationResult, Sample
 
-from rlhf_rollout.gateway_answers import Answer, TextPieces
-from rlhf_rollout.gateway_sessions import Prompt, Session
-from rlhf_rollout.turn_sampling import Generator
+from rlhf_rollout.agents.turn_sampling import Generator
+from rlhf_rollout.gateway.answers import Answer, TextPieces
+from rlhf_rollout.gateway.sessions import Prompt, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

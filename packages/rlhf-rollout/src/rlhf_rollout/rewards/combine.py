@@ -15,7 +15,7 @@ from rlhf_core import (
 )
 
 from rlhf_rollout.concurrency import gather_or_cancel
-from rlhf_rollout.joined_scoring import JoinedScorer, Scorer
+from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
 
 
 class ModelReward:

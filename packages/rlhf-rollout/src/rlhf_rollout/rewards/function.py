@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhf_core import PluginError, RewardError, Score, Trajectory, check_scores, load_object
 
-from rlhf_rollout.reward_signature import HOW_TO, check_renamed, read_signature, with_options
-from rlhf_rollout.too_slow import RewardTooSlow
+from rlhf_rollout.rewards.signature import HOW_TO, check_renamed, read_signature, with_options
+from rlhf_rollout.rewards.too_slow import RewardTooSlow
 
 
 class PythonReward:

@@ -17,8 +17,8 @@ from typing import Any
 
 from rlhf_core import ConfigError, PluginError, RewardError, Score, Trajectory, check_scores
 
-from rlhf_rollout.reward_worker import read_message, write_message
-from rlhf_rollout.too_slow import RewardTooSlow
+from rlhf_rollout.rewards.isolated_worker import read_message, write_message
+from rlhf_rollout.rewards.too_slow import RewardTooSlow
 
 START_TIMEOUT_S = 120.0
 """Deadline for a worker to import its function."""
@@ -147,7 +147,7 @@ class _Worker:
     def __init__(self) -> None:
         # A session of its own, so that killing it kills what the function has started too.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from rlhf_rollout.reward_worker import main; main()"],
+            [sys.executable, "-c", "from rlhf_rollout.rewards.isolated_worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -43,7 +43,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Make the reward that the first message describes, then score batches until the pipe ends."""
     from rlhf_core import RewardError, load_object
 
-    from rlhf_rollout.python_reward import PythonReward
+    from rlhf_rollout.rewards.function import PythonReward
 
     try:
         setup = read_message(source)

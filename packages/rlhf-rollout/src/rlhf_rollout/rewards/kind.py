@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_rollout.reward_policy import FaultPolicy
+from rlhf_rollout.rewards.faults import FaultPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

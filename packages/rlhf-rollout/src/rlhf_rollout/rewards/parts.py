@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from rlhf_core import RewardFunction
 
-from rlhf_rollout.code_reward import CodeReward, CodeRewardConfig
-from rlhf_rollout.engine_parts import ModelPart, StepsPart
-from rlhf_rollout.environment_reward import EnvironmentReward
-from rlhf_rollout.http_reward import HTTPReward, HTTPRewardConfig
-from rlhf_rollout.judge_reward import JudgeConfig, JudgeReward, template_columns
-from rlhf_rollout.process_reward import ProcessRewardConfig
-from rlhf_rollout.python_reward import PythonReward
-from rlhf_rollout.rule_parts import ExactPart, FuzzyPart, LengthPart, MathPart, RegexPart, start_isolated
-from rlhf_rollout.weighted import Weighted
+from rlhf_rollout.rewards.function import PythonReward
+from rlhf_rollout.rewards.isolated import ProcessRewardConfig
+from rlhf_rollout.rewards.kind import Weighted
+from rlhf_rollout.rewards.kinds.code import CodeReward, CodeRewardConfig
+from rlhf_rollout.rewards.kinds.environment import EnvironmentReward
+from rlhf_rollout.rewards.kinds.http import HTTPReward, HTTPRewardConfig
+from rlhf_rollout.rewards.kinds.judge import JudgeConfig, JudgeReward, template_columns
+from rlhf_rollout.rewards.kinds.model import ModelPart, StepsPart
+from rlhf_rollout.rewards.kinds.rules import ExactPart, FuzzyPart, LengthPart, MathPart, RegexPart, start_isolated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,9 @@ from rlhf_core import (
 )
 from rlhf_core.testing.rollout_sampling import SamplingChecks
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.gateway import Gateway, GatewayConfig
-from rlhf_rollout.remote_backend import RemoteBackend
-from rlhf_rollout.transformers_backend import TransformersBackend
+from rlhf_rollout.backends.openai.backend import RemoteBackend
+from rlhf_rollout.backends.transformers.backend import TransformersBackend
+from rlhf_rollout.gateway.app import Gateway, GatewayConfig
 
 REQUEST = GenerationRequest(
     request_id="r", prompt_token_ids=(5, 6, 7), sampling=SamplingConfig(max_tokens=4), n=2, seed=3

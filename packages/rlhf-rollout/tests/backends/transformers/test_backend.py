@@ -24,7 +24,7 @@ from rlhf_core import (
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, broken_sync, sync
-from rlhf_rollout.transformers_backend import TransformersBackend
+from rlhf_rollout.backends.transformers.backend import TransformersBackend
 
 
 class TestConformance(RolloutBackendConformance):
@@ -183,7 +183,7 @@ def test_what_it_cannot_do_is_refused(start):
 DYING_ENGINE = """
 import os, signal, sys
 from rlhf_core import Link, join
-from rlhf_core.manifest import WeightManifest
+from rlhf_core.weight_sync.manifest import WeightManifest
 import json
 link = Link(kind=sys.argv[1], address=sys.argv[2], receivers=2, timeout_s=30)
 receiver = join(link, 1)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import SamplingConfig
-from rlhf_rollout.token_sampling import candidate_log_probs, draw_tokens
+from rlhf_rollout.backends.transformers.token_sampling import candidate_log_probs, draw_tokens
 
 PROBS = [0.5, 0.25, 0.15, 0.1]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rlhf_core import CapabilityError, EngineDiedError, StaleWeightsError
-from rlhf_rollout.vllm_loop import EngineLoop
+from rlhf_rollout.backends.vllm.loop import EngineLoop
 
 
 @dataclass

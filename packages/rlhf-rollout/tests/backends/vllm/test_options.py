@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_core import RolloutConfig
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_rollout.vllm_options import _cpu_cache_bytes, _has_tokenizer, process_environment
+from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, process_environment
 
 
 def test_a_cpu_process_computes_with_one_thread_unless_told_otherwise() -> None:
@@ -43,5 +43,5 @@ def test_cache_of_an_unknown_architecture_is_left_to_vllm(tmp_path: Path) -> Non
 
 
 def test_importing_the_backend_imports_no_vllm() -> None:
-    code = "import sys, rlhf_rollout.vllm_backend; print('vllm' in sys.modules)"
+    code = "import sys, rlhf_rollout.backends.vllm.backend; print('vllm' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == "False"

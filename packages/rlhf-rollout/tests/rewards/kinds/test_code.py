@@ -7,7 +7,7 @@ import pytest
 from reward_ground import score, values
 from rlhf_core import ConfigError, DataError
 from rlhf_rollout import CodeReward, CodeRewardConfig, ProgramLimits, run_program
-from rlhf_rollout import sandbox as sandbox_module
+from rlhf_rollout.rewards import sandbox as sandbox_module
 
 QUICK = ProgramLimits(wall_s=3.0)
 

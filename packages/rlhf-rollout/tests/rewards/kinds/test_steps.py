@@ -8,7 +8,7 @@ import torch
 from rlhf_core import ConfigError, EngineConfig, ModelOutputs, Trajectory
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 from rlhf_rollout import StepReward, StepRewardConfig
-from rlhf_rollout.step_reward import split_steps
+from rlhf_rollout.rewards.kinds.steps import split_steps
 
 TOKENIZER = byte_tokenizer()
 STEP = TOKENIZER.convert_tokens_to_ids("<|step|>")

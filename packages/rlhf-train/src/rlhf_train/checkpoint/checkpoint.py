@@ -12,10 +12,10 @@ import torch
 from rlhf_core import ConfigError, RLHFError
 from torch import Tensor
 
-from rlhf_train.averaging import AverageWeights, release_gathered
-from rlhf_train.background_save import PendingFiles, PendingSave
-from rlhf_train.process_group import TrainingRanks
-from rlhf_train.resizing import UNIVERSAL, load_resized
+from rlhf_train.checkpoint.background import PendingFiles, PendingSave
+from rlhf_train.checkpoint.resize import UNIVERSAL, load_resized
+from rlhf_train.parallel.ranks import TrainingRanks
+from rlhf_train.weights.average import AverageWeights, release_gathered
 
 TAG = "zero"
 STATE = "engine.json"

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_core import ConfigError
 from torch import Tensor
 
-from rlhf_train.process_group import TrainingRanks
+from rlhf_train.parallel.ranks import TrainingRanks
 
 UNIVERSAL = "universal"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
 
-from rlhf_train.zero_config import ZeroConfig
+from rlhf_train.config.options import ZeroConfig
 
 _HALF = ("bfloat16", "float16")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rlhf_core import ConfigError, EngineConfig, LoraConfig
-from rlhf_core.adapters import FourBit
+from rlhf_core.adapters.lora import FourBit
 
 Stage = Literal[0, 1, 2, 3]
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

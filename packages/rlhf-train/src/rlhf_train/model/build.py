@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 from rlhf_core import EngineConfig
-from rlhf_core.adapters import add_adapters
+from rlhf_core.adapters.lora import add_adapters
 
-from rlhf_train.experts import mark_expert_blocks
-from rlhf_train.freezing import freeze
-from rlhf_train.models import load_model
-from rlhf_train.optimizers import build_optimizer, trained_elements
-from rlhf_train.process_group import TrainingRanks, open_secondary_shards
-from rlhf_train.role_model import RoleModel
-from rlhf_train.sequence_parallel import SequenceGroup
-from rlhf_train.tensor_parallel import note_full_shapes
-from rlhf_train.zero_config import ZeroConfig
+from rlhf_train.config.options import ZeroConfig
+from rlhf_train.model.experts import mark_expert_blocks
+from rlhf_train.model.freezing import freeze
+from rlhf_train.model.load import load_model
+from rlhf_train.model.optimizers import build_optimizer, trained_elements
+from rlhf_train.model.role_model import RoleModel
+from rlhf_train.parallel.ranks import TrainingRanks, open_secondary_shards
+from rlhf_train.parallel.sequence import SequenceGroup
+from rlhf_train.parallel.tensor import note_full_shapes
 
 
 def build_module(

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from rlhf_core import ConfigError, EngineConfig
-from rlhf_core.adapters import FourBit
-from rlhf_core.quantized import quantized_loading, settle_quantized
+from rlhf_core.adapters.lora import FourBit
+from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
 
-from rlhf_train.tensor_parallel import whole_layers
+from rlhf_train.parallel.tensor import whole_layers
 
 
 def load_model(config: EngineConfig, zero_config: dict[str, Any] | None, *, quantize: FourBit | None = None) -> Any:

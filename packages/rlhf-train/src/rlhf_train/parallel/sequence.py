@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from rlhf_core import Batch, ConfigError, ModelOutputs
-from rlhf_core.packed_attention import is_packing
-from rlhf_core.packing import Layout, Segment
+from rlhf_core.model.packed_attention import is_packing
+from rlhf_core.model.packing import Layout, Segment
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlhf_train.process_group import TrainingRanks
+from rlhf_train.parallel.ranks import TrainingRanks
 
 
 class SequenceGroup:

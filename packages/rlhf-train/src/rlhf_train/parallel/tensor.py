@@ -11,7 +11,7 @@ from torch import nn
 
 
 def note_full_shapes(model: nn.Module) -> None:
-    """Let sliced parameters tell their shape as a whole (`full_shape`, read by `rlhf_core.quantized.outline`)."""
+    """Let sliced parameters tell their shape as a whole (`full_shape`, read by `rlhf_core.adapters.quantized`)."""
     for module in model.modules():
         for name in ("weight", "bias"):
             parameter: Any = getattr(module, name, None)

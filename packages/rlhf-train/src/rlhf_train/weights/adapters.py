@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest
-from rlhf_core.adapters import adapted_layers
-from rlhf_core.manifest import AdapterScale
-from rlhf_core.quantized import outline
-from rlhf_core.weights import DEFAULT_BUCKET_BYTES
+from rlhf_core.adapters.lora import adapted_layers
+from rlhf_core.adapters.quantized import outline
+from rlhf_core.weight_sync.manifest import AdapterScale
+from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
-from rlhf_train.models import gathered
+from rlhf_train.model.load import gathered
 
 _PREFIX = "base_model.model."
 """What peft's files begin every name with."""

@@ -11,7 +11,7 @@ import torch
 from rlhf_core import ConfigError
 from torch import Tensor, nn
 
-from rlhf_train.process_group import TrainingRanks
+from rlhf_train.parallel.ranks import TrainingRanks
 
 
 class AverageWeights:

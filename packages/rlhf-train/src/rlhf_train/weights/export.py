@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from rlhf_core import LoraConfig
-from rlhf_core.adapter_files import FOLDER, adapter_parameters, write_adapter
+from rlhf_core.adapters.files import FOLDER, adapter_parameters, write_adapter
 
-from rlhf_train.models import gathered
-from rlhf_train.process_group import TrainingRanks
-from rlhf_train.zero_weights import ZeroWeights
+from rlhf_train.model.load import gathered
+from rlhf_train.parallel.ranks import TrainingRanks
+from rlhf_train.weights.source import ZeroWeights
 
 
 def export_adapters(model: Any, path: Path, config: LoraConfig, *, ranks: TrainingRanks, base: str) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest, WeightSyncError
-from rlhf_core.adapters import adapted_layers, base_name, merged
-from rlhf_core.quantized import dequantized, outline
-from rlhf_core.weights import DEFAULT_BUCKET_BYTES
+from rlhf_core.adapters.lora import adapted_layers, base_name, merged
+from rlhf_core.adapters.quantized import dequantized, outline
+from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
-from rlhf_train.models import gathered
-from rlhf_train.zero_shards import collect, reachable
+from rlhf_train.model.load import gathered
+from rlhf_train.weights.shards import collect, reachable
 
 _PARTS = 2
 """Gathers per bucket."""

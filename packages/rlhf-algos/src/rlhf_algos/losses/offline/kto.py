@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of, pad_rows
 from torch import Tensor
 
-from rlhf_algos.policy_terms import add_aux_loss
-from rlhf_algos.response_log_probs import reference_log_probs, response_log_probs
+from rlhf_algos.losses.offline.responses import reference_log_probs, response_log_probs
+from rlhf_algos.losses.online.terms import add_aux_loss
 
 KTOLoss = Literal["kto", "apo_zero"]
 """`kto` with the reference point z0; `apo_zero` with z0 = 0 (TRL's `apo_zero_unpaired`)."""

@@ -12,7 +12,7 @@ from rlhf_core import Batch, ConfigError
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_algos.response_log_probs import split_pairs
+from rlhf_algos.losses.offline.responses import split_pairs
 
 PairLoss = Literal[
     "sigmoid",

@@ -16,14 +16,14 @@ from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_algos.pair_losses import PAIR_LOSSES, PairLoss, PairLossSettings, aot_losses
-from rlhf_algos.policy_terms import add_aux_loss
-from rlhf_algos.response_log_probs import (
+from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLoss, PairLossSettings, aot_losses
+from rlhf_algos.losses.offline.responses import (
     reference_log_probs,
     response_lengths,
     response_log_probs,
     split_pairs,
 )
+from rlhf_algos.losses.online.terms import add_aux_loss
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 """Divergence that keeps the policy near the reference (f-DPO, Wang et al. 2023); DPO's own is the reverse KL."""

@@ -11,9 +11,9 @@ from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_algos.pair_losses import PAIR_LOSSES, PairLossSettings, smoothed_sigmoid
-from rlhf_algos.preference_losses import chosen_nll, pair_metrics
-from rlhf_algos.response_log_probs import response_log_probs, split_pairs
+from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLossSettings, smoothed_sigmoid
+from rlhf_algos.losses.offline.preference import chosen_nll, pair_metrics
+from rlhf_algos.losses.offline.responses import response_log_probs, split_pairs
 
 SFTMean = Literal["sequence", "token"]
 """See `DPOConfig.sft_mean`."""

@@ -11,7 +11,7 @@ from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Role, masked_
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from rlhf_algos.response_log_probs import split_pairs
+from rlhf_algos.losses.offline.responses import split_pairs
 
 RewardLoss = Literal["sigmoid", "log_exp"]
 """With g = score_chosen - score_rejected - margin: `sigmoid` is -log sigmoid(g), `log_exp` log(1 + exp(-g)). They

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
 
-from rlhf_algos.aggregation import Aggregation, aggregate, check_aggregation
-from rlhf_algos.policy_terms import add_aux_loss
+from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation
+from rlhf_algos.losses.online.terms import add_aux_loss
 
 SFTLoss = Literal["nll", "dft"]
 """`nll`: -log p; `dft`: -sg(p) log p, which takes the likelihood's own 1 / p out of the gradient."""

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, masked_mean, mean_of
 from torch import Tensor
 
-from rlhf_algos.policy_losses import PolicyLossConfig
-from rlhf_algos.policy_terms import (
+from rlhf_algos.losses.online.clipped import PolicyLossConfig
+from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
     log_ratios,

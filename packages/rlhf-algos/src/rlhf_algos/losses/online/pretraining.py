@@ -6,8 +6,8 @@ import torch
 from rlhf_core import Batch, ConfigError
 from torch import Tensor
 
-from rlhf_algos.aggregation import aggregate
-from rlhf_algos.policy_terms import PolicyTermsConfig
+from rlhf_algos.losses.aggregation import aggregate
+from rlhf_algos.losses.online.terms import PolicyTermsConfig
 
 
 def mix_pretraining(batch: Batch, pretraining: Batch, coef: float, config: PolicyTermsConfig) -> Batch:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core import ConfigError, Loss, load_object
-from rlhf_core.loss import LossFunction
+from rlhf_core.interfaces.loss import LossFunction
 
-from rlhf_algos.covariance_losses import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
-from rlhf_algos.options import from_options
-from rlhf_algos.policy_losses import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
-from rlhf_algos.policy_terms import PolicyTermsConfig
-from rlhf_algos.sequence_losses import GMPOConfig, GSPOConfig, gmpo, gspo
-from rlhf_algos.soft_clip_losses import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.config.options import from_options
+from rlhf_algos.losses.online.clipped import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.terms import PolicyTermsConfig
 
 POLICY_LOSSES: Mapping[str, tuple[LossFunction, type[PolicyTermsConfig]]] = {
     "ppo_clip": (ppo_clip, PolicyLossConfig),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
 
-from rlhf_algos.aggregation import Aggregation
-from rlhf_algos.policy_terms import (
+from rlhf_algos.losses.aggregation import Aggregation
+from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
     log_ratios,

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, masked_sum, mean_of
 from torch import Tensor
 
-from rlhf_algos.aggregation import Aggregation, aggregate, check_aggregation
 from rlhf_algos.kl import KLEstimator, KLGradient, kl_estimate
+from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class PolicyTermsConfig:
     """Fields of every policy loss."""
 
     aggregation: Aggregation = "token_mean"
-    """See `rlhf_algos.aggregation`."""
+    """See `rlhf_algos.losses.aggregation`."""
     max_length: int = 0
     """Divisor of the aggregation `max_length`, in tokens."""
     count_empty_rows: bool = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
 
-from rlhf_algos.aggregation import Aggregation, aggregate, check_aggregation
+from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

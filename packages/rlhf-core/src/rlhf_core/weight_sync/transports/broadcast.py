@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, WeightSyncError
-from rlhf_core.manifest import Bucket
-from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, give_up, reach
-from rlhf_core.transport import Link, Sending, closed_on_error
+from rlhf_core.weight_sync.manifest import Bucket
+from rlhf_core.weight_sync.transports.rendezvous import (
+    LEFT,
+    StoreBoard,
+    accept,
+    ask,
+    await_receivers,
+    give_up,
+    reach,
+)
+from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
 
 
 class GroupTransport:
-    """See rlhf_core.transport."""
+    """See rlhf_core.weight_sync.transports.transport."""
 
     @staticmethod
     def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> GroupSender:
@@ -39,7 +47,7 @@ class GroupTransport:
 
     @staticmethod
     def give_up(link: Link) -> None:
-        """See rlhf_core.transport.give_up."""
+        """See rlhf_core.weight_sync.transports.transport.give_up."""
         give_up(reach(link, 0), link)
 
 

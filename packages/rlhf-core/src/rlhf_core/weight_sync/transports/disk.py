@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, WeightSyncError
-from rlhf_core.manifest import Bucket
-from rlhf_core.rendezvous import LEFT, DirectoryBoard, accept, ask, await_receivers, give_up
-from rlhf_core.transport import Link, Sending, closed_on_error
+from rlhf_core.weight_sync.manifest import Bucket
+from rlhf_core.weight_sync.transports.rendezvous import LEFT, DirectoryBoard, accept, ask, await_receivers, give_up
+from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
 
 DIRECTORY_VARIABLE = "RLHF_WEIGHTS_DIRECTORY"
 _CHECKSUM_NAME = "rlhf.checksum"
@@ -46,7 +46,7 @@ _NAMES = {
 
 
 class DiskTransport:
-    """See rlhf_core.transport."""
+    """See rlhf_core.weight_sync.transports.transport."""
 
     @staticmethod
     def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> DiskSender:
@@ -73,7 +73,7 @@ class DiskTransport:
 
     @staticmethod
     def give_up(link: Link) -> None:
-        """See rlhf_core.transport.give_up."""
+        """See rlhf_core.weight_sync.transports.transport.give_up."""
         if Path(link.address).is_dir():
             give_up(DirectoryBoard(Path(link.address)), link)
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, WeightSyncError
-from rlhf_core.manifest import Bucket
-from rlhf_core.transport import Link, Sending
+from rlhf_core.weight_sync.manifest import Bucket
+from rlhf_core.weight_sync.transports.transport import Link, Sending
 
 
 class LocalTransport:
-    """See rlhf_core.transport."""
+    """See rlhf_core.weight_sync.transports.transport."""
 
     @staticmethod
     def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> LocalSender:

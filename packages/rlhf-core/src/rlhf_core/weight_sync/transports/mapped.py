@@ -15,16 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_core.cuda_memory import cuda_segment, map_cuda
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.manifest import Bucket
-from rlhf_core.rendezvous import LEFT, StoreBoard, accept, ask, await_receivers, give_up, reach
-from rlhf_core.shared_memory import file_segment, map_file
-from rlhf_core.transport import Link, Sending, closed_on_error
+from rlhf_core.weight_sync.manifest import Bucket
+from rlhf_core.weight_sync.transports.cuda_memory import cuda_segment, map_cuda
+from rlhf_core.weight_sync.transports.rendezvous import (
+    LEFT,
+    StoreBoard,
+    accept,
+    ask,
+    await_receivers,
+    give_up,
+    reach,
+)
+from rlhf_core.weight_sync.transports.shared_memory import file_segment, map_file
+from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
 
 
 class MappedTransport:
-    """See rlhf_core.transport."""
+    """See rlhf_core.weight_sync.transports.transport."""
 
     @staticmethod
     def open(
@@ -45,7 +53,7 @@ class MappedTransport:
 
     @staticmethod
     def give_up(link: Link) -> None:
-        """See rlhf_core.transport.give_up."""
+        """See rlhf_core.weight_sync.transports.transport.give_up."""
         give_up(reach(link, 0), link)
 
 

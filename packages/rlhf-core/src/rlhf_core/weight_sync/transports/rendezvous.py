@@ -195,7 +195,7 @@ def _answers(board: Board, link: Any, note: str, what: str) -> list[bytes]:
 
 
 def give_up(board: Board, link: Any) -> None:
-    """Answer in the receivers' place what the sender waits for; see rlhf_core.transport.give_up."""
+    """Answer in the receivers' place what the sender waits for (see `Transport`)."""
     if (note := board.seen(_AWAITED)) is not None:
         for rank in range(link.receivers):
             board.post(f"{note.decode()}/{rank}", GIVEN_UP)

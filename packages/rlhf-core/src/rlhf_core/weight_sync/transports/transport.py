@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.manifest import Bucket
 from rlhf_core.plugins import load_object, load_plugin, plugin_names
+from rlhf_core.weight_sync.manifest import Bucket
 
 WEIGHT_TRANSPORTS = "rlhf.weight_transports"
 
 _BUILT_IN = {
-    "disk": "rlhf_core.transport_disk:DiskTransport",
-    "gloo": "rlhf_core.transport_group:GroupTransport",
-    "ipc": "rlhf_core.transport_mapped:MappedTransport",
-    "local": "rlhf_core.transport_local:LocalTransport",
-    "nccl": "rlhf_core.transport_group:GroupTransport",
-    "shm": "rlhf_core.transport_mapped:MappedTransport",
+    "disk": "rlhf_core.weight_sync.transports.disk:DiskTransport",
+    "gloo": "rlhf_core.weight_sync.transports.broadcast:GroupTransport",
+    "ipc": "rlhf_core.weight_sync.transports.mapped:MappedTransport",
+    "local": "rlhf_core.weight_sync.transports.local:LocalTransport",
+    "nccl": "rlhf_core.weight_sync.transports.broadcast:GroupTransport",
+    "shm": "rlhf_core.weight_sync.transports.mapped:MappedTransport",
 }
 
 

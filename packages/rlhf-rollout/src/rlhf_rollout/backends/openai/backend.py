@@ -30,8 +30,8 @@ from rlhf_core import (
     WeightManifest,
 )
 
-from rlhf_rollout.remote_completions import completion_arguments, completion_sample, reason, translated
-from rlhf_rollout.remote_options import read_options
+from rlhf_rollout.backends.openai.completions import completion_arguments, completion_sample, reason, translated
+from rlhf_rollout.backends.openai.options import read_options
 
 
 class RemoteBackend:

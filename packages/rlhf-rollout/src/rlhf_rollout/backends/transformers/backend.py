@@ -30,8 +30,8 @@ from rlhf_core import (
     receive_weights,
 )
 
-from rlhf_rollout.decoding import Decoder, Draw
-from rlhf_rollout.decoding_loop import DecodingLoop
+from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
+from rlhf_rollout.backends.transformers.loop import DecodingLoop
 
 
 class TransformersBackend:

@@ -12,7 +12,7 @@ from rlhf_core import FinishReason, GenerationRequest, Sample
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf_rollout.token_sampling import draw_tokens
+from rlhf_rollout.backends.transformers.token_sampling import draw_tokens
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

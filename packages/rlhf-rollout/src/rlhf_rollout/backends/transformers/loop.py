@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core import EngineDiedError, GenerationRequest, GenerationResult
 
-from rlhf_rollout.decoding import Decoder, Draw
+from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
 
 
 @dataclass(frozen=True, slots=True, eq=False)

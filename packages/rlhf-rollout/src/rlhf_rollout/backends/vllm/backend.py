@@ -27,12 +27,12 @@ from rlhf_core import (
     WeightManifest,
 )
 
-from rlhf_rollout.vllm_engine import build_engine, shut_down_engine, steps_in_flight
-from rlhf_rollout.vllm_loop import EngineLoop
-from rlhf_rollout.vllm_options import engine_arguments, prepare_process, process_environment, worker_count
-from rlhf_rollout.vllm_requests import engine_prompt, generation_result, sampling_params
-from rlhf_rollout.vllm_sync import EngineWeights
-from rlhf_rollout.vllm_workers import WorkerWatch, on_workers
+from rlhf_rollout.backends.vllm.engine import build_engine, shut_down_engine, steps_in_flight
+from rlhf_rollout.backends.vllm.loop import EngineLoop
+from rlhf_rollout.backends.vllm.options import engine_arguments, prepare_process, process_environment, worker_count
+from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
+from rlhf_rollout.backends.vllm.weights import EngineWeights
+from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -188,6 +188,6 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
 
 
 def _policy_adapter() -> Any:
-    from rlhf_rollout.vllm_adapters import POLICY
+    from rlhf_rollout.backends.vllm.worker.adapters import POLICY
 
     return POLICY

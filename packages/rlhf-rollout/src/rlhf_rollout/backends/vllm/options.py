@@ -98,7 +98,7 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
         "distributed_executor_backend": "mp" if worker_count(config) > 1 else "uni",
-        "worker_extension_cls": "rlhf_rollout.vllm_extension.RolloutExtension",
+        "worker_extension_cls": "rlhf_rollout.backends.vllm.worker.extension.RolloutExtension",
         "weight_transfer_config": {"backend": "rlhf-link"},
     }
     if config.adapter_rank:

@@ -14,8 +14,8 @@ from rlhf_core import (
     check_base,
 )
 
-from rlhf_rollout.vllm_loop import EngineLoop
-from rlhf_rollout.vllm_workers import on_workers
+from rlhf_rollout.backends.vllm.loop import EngineLoop
+from rlhf_rollout.backends.vllm.workers import on_workers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, DataError, Score, Trajectory
 
-from rlhf_rollout.sandbox import ProgramLimits, ProgramResult, run_program
+from rlhf_rollout.rewards.sandbox import ProgramLimits, ProgramResult, run_program
 
 _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core import ConfigError, RewardError, Score, Trajectory, check_scores
 
 from rlhf_rollout.concurrency import gather_or_cancel
-from rlhf_rollout.endpoints import Endpoints, EndpointsConfig
+from rlhf_rollout.rewards.endpoints import Endpoints, EndpointsConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

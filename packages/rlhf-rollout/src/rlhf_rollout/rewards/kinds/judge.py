@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_core import ConfigError, DataError, RewardError, Score, Trajectory
 
 from rlhf_rollout.concurrency import gather_or_cancel
-from rlhf_rollout.endpoints import Endpoints, EndpointsConfig, Session
+from rlhf_rollout.rewards.endpoints import Endpoints, EndpointsConfig, Session
 
 TEMPLATE = """\
 You judge how well a response does what was asked.

@@ -1,6 +1,6 @@
 """Verifiable rewards for answers: symbolic equality of mathematics, or equality of text. Use as `module:function`.
 
-reward.function = "rlhf_rollout.math_reward:math_answer"
+reward.function = "rlhf_rollout.rewards.kinds.math:math_answer"
 """
 
 from __future__ import annotations

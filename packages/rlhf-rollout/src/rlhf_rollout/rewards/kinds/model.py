@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_core import ConfigError
-from rlhf_core.engines import DType
+from rlhf_core.interfaces.training import DType
 
-from rlhf_rollout.step_reward import StepRewardConfig
-from rlhf_rollout.weighted import Weighted
+from rlhf_rollout.rewards.kind import Weighted
+from rlhf_rollout.rewards.kinds.steps import StepRewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)

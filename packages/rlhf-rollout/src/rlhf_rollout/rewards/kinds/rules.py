@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from rlhf_core import ConfigError, RewardFunction
 
-from rlhf_rollout.math_reward import check_math_verify
-from rlhf_rollout.process_reward import ProcessReward, ProcessRewardConfig
-from rlhf_rollout.python_reward import PythonReward
-from rlhf_rollout.text_rewards import compile_pattern
-from rlhf_rollout.too_slow import ZeroIfTooSlow
-from rlhf_rollout.weighted import Weighted
+from rlhf_rollout.rewards.function import PythonReward
+from rlhf_rollout.rewards.isolated import ProcessReward, ProcessRewardConfig
+from rlhf_rollout.rewards.kind import Weighted
+from rlhf_rollout.rewards.kinds.math import check_math_verify
+from rlhf_rollout.rewards.kinds.text import compile_pattern
+from rlhf_rollout.rewards.too_slow import ZeroIfTooSlow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class MathPart(Weighted):
     def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
         """The reward and the columns of the data that it needs."""
         check_math_verify()
-        return _rule(self, "rlhf_rollout.math_reward:math_answer", name, columns={"answer": self.answer})
+        return _rule(self, "rlhf_rollout.rewards.kinds.math:math_answer", name, columns={"answer": self.answer})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class ExactPart(Weighted):
 
     def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
         """The reward and the columns of the data that it needs."""
-        return _plain("rlhf_rollout.math_reward:exact_match", name, columns={"answer": self.answer})
+        return _plain("rlhf_rollout.rewards.kinds.math:exact_match", name, columns={"answer": self.answer})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class FuzzyPart(Weighted):
     def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
         """The reward and the columns of the data that it needs."""
         options = {"threshold": self.threshold}
-        return _plain("rlhf_rollout.text_rewards:fuzzy_match", name, options, {"answer": self.answer})
+        return _plain("rlhf_rollout.rewards.kinds.text:fuzzy_match", name, options, {"answer": self.answer})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class RegexPart(Weighted):
     def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
         """The reward and the columns of the data that it needs: none."""
         options = {"pattern": self.pattern, "whole": self.whole}
-        return _rule(self, "rlhf_rollout.text_rewards:format_match", name, options=options)
+        return _rule(self, "rlhf_rollout.rewards.kinds.text:format_match", name, options=options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class LengthPart(Weighted):
     def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
         """The reward and the columns of the data that it needs: none."""
         options = {"low": self.low, "high": self.high, "slack": self.slack}
-        return _plain("rlhf_rollout.text_rewards:length_match", name, options)
+        return _plain("rlhf_rollout.rewards.kinds.text:length_match", name, options)
 
 
 def _plain(
@@ -131,7 +131,7 @@ def _rule(
     if not part.isolated:
         reward = PythonReward(function, name=name, **settings)
         return reward, reward.columns
-    prepare = "rlhf_rollout.math_reward:load_math_verify" if isinstance(part, MathPart) else None
+    prepare = "rlhf_rollout.rewards.kinds.math:load_math_verify" if isinstance(part, MathPart) else None
     config = ProcessRewardConfig(function=function, workers=part.workers, prepare=prepare, **settings)
     isolated, needed = start_isolated(config, name)
     return ZeroIfTooSlow(isolated, name=name), needed

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from rlhf_core import Batch, ConfigError, Score, Trajectory, check_scores, pad_rows
 
-from rlhf_rollout.joined_scoring import JoinedScorer, Scorer
+from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
 
 Aggregate = Literal["min", "product", "mean", "last"]
 _AGGREGATES: Mapping[Aggregate, Callable[[Sequence[float]], float]] = {

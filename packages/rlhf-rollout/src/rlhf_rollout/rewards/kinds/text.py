@@ -1,6 +1,6 @@
 """Rule-based rewards from the text alone. Use as `module:function`; what is keyword-only is an option.
 
-reward.function = "rlhf_rollout.text_rewards:format_match", reward.options = {pattern: "<think>.*</think>.*"}
+reward.function = "rlhf_rollout.rewards.kinds.text:format_match", reward.options = {pattern: "<think>.*</think>.*"}
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core import ConfigError
 
-from rlhf_rollout.math_reward import after_hashes
+from rlhf_rollout.rewards.kinds.math import after_hashes
 
 
 def format_match(completion: str, *, pattern: str, whole: bool = True, **columns: Any) -> float:

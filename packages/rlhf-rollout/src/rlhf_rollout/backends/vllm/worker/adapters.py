@@ -18,7 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from rlhf_rollout.vllm_weights import WeightSyncExtension
+from rlhf_rollout.backends.vllm.worker.transfer import WeightSyncExtension
 
 POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="received over a weight link")
 """Named by every request to an engine that takes adapters. It is never loaded from its path."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group
 
-from rlhf_rollout.vllm_adapters import AdapterExtension
+from rlhf_rollout.backends.vllm.worker.adapters import AdapterExtension
 
 
 class RolloutExtension(AdapterExtension):

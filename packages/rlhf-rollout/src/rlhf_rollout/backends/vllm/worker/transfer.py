@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core import Link, Receiver, WeightManifest, WeightSyncError, join, receive_weights
-from rlhf_core.held_weights import HeldWeights
+from rlhf_core.weight_sync.weight_copy import HeldWeights
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,

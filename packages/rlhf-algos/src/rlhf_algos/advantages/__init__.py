@@ -1,0 +1,1 @@
+"""Advantages, returns and token rewards."""

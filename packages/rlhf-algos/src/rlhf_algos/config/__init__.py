@@ -1,0 +1,1 @@
+"""Configuration files: typed, and strict about unknown keys."""

@@ -1,0 +1,1 @@
+"""Losses on data sets: preferences, labels, demonstrations, teachers."""

@@ -1,0 +1,1 @@
+"""Losses on samples of the policy: policy, value and pretraining losses."""

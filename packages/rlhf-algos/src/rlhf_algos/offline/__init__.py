@@ -1,0 +1,1 @@
+"""Offline training: methods, data, reference, loop, checkpoints."""

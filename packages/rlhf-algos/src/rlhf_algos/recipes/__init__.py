@@ -1,0 +1,1 @@
+"""Online algorithms, each a choice of rewards, advantages and losses."""

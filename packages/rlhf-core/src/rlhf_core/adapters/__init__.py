@@ -1,0 +1,1 @@
+"""Low-rank adapters and quantised base weights: configuration, files, outlines."""

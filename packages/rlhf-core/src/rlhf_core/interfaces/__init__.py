@@ -1,0 +1,1 @@
+"""The seams: Protocols of rollout backends, training engines, rewards, environments and losses."""

@@ -1,0 +1,1 @@
+"""What every training engine needs: micro-batches, accumulation, schedules, random state."""

@@ -1,0 +1,1 @@
+"""The weight-sync protocol: manifest, source, sending, receiving, deltas, checksums."""

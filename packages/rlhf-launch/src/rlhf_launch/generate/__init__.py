@@ -1,0 +1,1 @@
+"""`rlhf generate`: samples for a file of prompts."""

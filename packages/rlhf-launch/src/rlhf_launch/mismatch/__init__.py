@@ -1,0 +1,1 @@
+"""`rlhf doctor mismatch`: why sampler and trainer disagree."""

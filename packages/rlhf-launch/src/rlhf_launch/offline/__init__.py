@@ -1,0 +1,1 @@
+"""`rlhf offline`: the methods of rlhf-algos on placed ranks."""

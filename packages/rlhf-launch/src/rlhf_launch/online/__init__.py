@@ -1,0 +1,1 @@
+"""The online loop and what it reports and saves."""

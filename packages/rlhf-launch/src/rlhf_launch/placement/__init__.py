@@ -1,0 +1,1 @@
+"""Which workers a run needs and where they run."""

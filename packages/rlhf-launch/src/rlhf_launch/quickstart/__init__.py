@@ -1,0 +1,1 @@
+"""`rlhf quickstart`: the whole stack in a few minutes."""

@@ -1,0 +1,1 @@
+"""Workers and the handles through which the loop speaks to them."""

@@ -1,0 +1,1 @@
+"""Rollout by servers that speak the OpenAI API."""

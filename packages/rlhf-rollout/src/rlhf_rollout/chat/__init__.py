@@ -1,0 +1,1 @@
+"""Chat messages, their tokens, and the tool calls in them."""

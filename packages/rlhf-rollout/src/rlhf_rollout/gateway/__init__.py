@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server in front of a rollout backend that records what it samples."""

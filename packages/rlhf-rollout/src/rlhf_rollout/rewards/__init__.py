@@ -1,0 +1,1 @@
+"""Reward functions: where they run, how they fail, how they are combined."""

@@ -1,0 +1,1 @@
+"""The kinds of reward, a module each."""

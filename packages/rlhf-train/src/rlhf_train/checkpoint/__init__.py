@@ -1,0 +1,1 @@
+"""Checkpoints: writing, writing in the background, other numbers of ranks."""

@@ -1,0 +1,1 @@
+"""The engine's settings, and the DeepSpeed configuration made of them."""

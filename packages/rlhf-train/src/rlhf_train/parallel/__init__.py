@@ -1,0 +1,1 @@
+"""Ranks, and what is split over them."""

@@ -1,0 +1,1 @@
+"""Weights out of the engine: to rollout engines, to files, averaged."""
