@@ -8,7 +8,7 @@ from rlhf_algos.data.sources import DataSource, Row, read_rows
 from rlhf_algos.losses.offline.kto import KTOConfig
 from rlhf_algos.losses.offline.preference import DPOConfig
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig
-from rlhf_algos.losses.offline.reward_model import ProcessRewardConfig, RewardLossConfig
+from rlhf_algos.losses.offline.reward_model import ProcessRewardLossConfig, RewardLossConfig
 from rlhf_algos.losses.offline.sft import SFTConfig
 from rlhf_algos.metrics import MetricsWriter, read_metrics
 from rlhf_algos.offline.config import (
@@ -18,7 +18,7 @@ from rlhf_algos.offline.config import (
     OfflineConfig,
     RunConfig,
 )
-from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.loop import TrainResult, evaluate, train
 from rlhf_algos.offline.methods import METHODS, Method
 from rlhf_algos.offline.teacher import DistillConfig
@@ -34,7 +34,7 @@ __all__ = [
     "DistillConfig",
     "Encoder",
     "EncodingOptions",
-    "EngineSource",
+    "EngineFactory",
     "EvalConfig",
     "KTOConfig",
     "LearningConfig",
@@ -44,7 +44,7 @@ __all__ = [
     "MetricsWriter",
     "ORPOConfig",
     "OfflineConfig",
-    "ProcessRewardConfig",
+    "ProcessRewardLossConfig",
     "RewardLossConfig",
     "Row",
     "RunConfig",

@@ -12,7 +12,7 @@ from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
 from rlhf_algos.losses.offline.reward_model import (
-    ProcessRewardConfig,
+    ProcessRewardLossConfig,
     RewardLossConfig,
     bradley_terry,
     process_reward,
@@ -80,8 +80,8 @@ ROWS = {
     "kto_zero": make(kto, KTOConfig(loss="apo_zero")),
     "sft": make(sft, SFTConfig()),
     "dft": make(sft, SFTConfig(loss="dft", aggregation="seq_mean_token_mean")),
-    "process": make(process_reward, ProcessRewardConfig()),
-    "outcome": make(process_reward, ProcessRewardConfig(supervision="outcome")),
+    "process": make(process_reward, ProcessRewardLossConfig()),
+    "outcome": make(process_reward, ProcessRewardLossConfig(supervision="outcome")),
     "on_policy_kd": make(on_policy_distillation, OnPolicyDistillationConfig(clip_range=0.2)),
 }
 LOSSES = {**POLICY, **PAIRS, **ROWS}

@@ -7,7 +7,7 @@ import pytest
 from rlhf_algos.data.sources import DataSource
 from rlhf_algos.metrics import read_metrics
 from rlhf_algos.offline.config import CheckpointConfig, LearningConfig, OfflineConfig
-from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.loop import train
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import ConfigError
@@ -78,7 +78,7 @@ def test_any_train_engine_gives_the_same_run(config, tmp_path, method):
     train(config)
     elsewhere = replace(config, output=tmp_path / "elsewhere", reference_cache=tmp_path / "other-references")
     SeamOnly.opened = ()
-    train(elsewhere, engines=EngineSource(open=SeamOnly))
+    train(elsewhere, engines=EngineFactory(open=SeamOnly))
     assert losses(elsewhere) == losses(config)
     trained = ("reward" if method == "rm" else "policy", True)
     assert SeamOnly.opened == ((trained,) if method == "rm" else (("reference", False), trained))
@@ -86,7 +86,7 @@ def test_any_train_engine_gives_the_same_run(config, tmp_path, method):
 
 
 def test_it_resumes_bit_for_bit(config, tmp_path):
-    engines = EngineSource(open=SeamOnly)
+    engines = EngineFactory(open=SeamOnly)
     train(config, engines=engines)
     stopped = replace(config, output=tmp_path / "stopped", checkpoint=CheckpointConfig(every=1))
 
@@ -104,9 +104,9 @@ def test_it_resumes_bit_for_bit(config, tmp_path):
 
 
 def test_every_rank_behind_an_engine_gets_an_example(config):
-    engines = EngineSource(open=lambda engine_config: SeamOnly(engine_config, ranks=3), ranks=3)
+    engines = EngineFactory(open=lambda engine_config: SeamOnly(engine_config, ranks=3), ranks=3)
     assert train(config, engines=engines).steps == 3  # 4, 4 and 1 + 2 examples
     with pytest.raises(ConfigError, match="fewer than the 5 processes"):
-        train(replace(config, output=config.output / "b"), engines=EngineSource(ranks=5))
+        train(replace(config, output=config.output / "b"), engines=EngineFactory(ranks=5))
     with pytest.raises(ConfigError, match="at least 1"):
-        EngineSource(ranks=0)
+        EngineFactory(ranks=0)

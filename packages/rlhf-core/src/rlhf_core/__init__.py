@@ -23,7 +23,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.interfaces.environments import Environment, Observation, ToolCall, Turn
 from rlhf_core.interfaces.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
-from rlhf_core.interfaces.rewards import Failed, RewardFunction, Score, check_scores, keep_scored
+from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
 from rlhf_core.interfaces.training import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
 from rlhf_core.model.forward import model_outputs
@@ -58,10 +58,10 @@ __all__ = [
     "DataError",
     "DeadlineExceeded",
     "DeltaSource",
+    "DroppedSample",
     "EngineConfig",
     "EngineDiedError",
     "Environment",
-    "Failed",
     "FinishReason",
     "GenerationRequest",
     "GenerationResult",

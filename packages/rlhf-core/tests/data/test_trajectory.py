@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from rlhf_core import Failed, Observation, RewardError, Score, Trajectory, check_scores, keep_scored
+from rlhf_core import DroppedSample, Observation, RewardError, Score, Trajectory, check_scores, keep_scored
 
 
 def trajectory(**changes) -> Trajectory:
@@ -93,12 +93,12 @@ def test_token_rewards_are_aligned_with_the_trajectory():
 
 def test_failures_keep_their_place():
     trajectories = [trajectory(sample_id=name) for name in ("a", "b", "c")]
-    scores = [Score(value=1.0), Failed(sample_id="b", reason="hung"), Score(value=3.0)]
+    scores = [Score(value=1.0), DroppedSample(sample_id="b", reason="hung"), Score(value=3.0)]
     check_scores(scores, trajectories, source="f")
     kept, values, failed = keep_scored(trajectories, scores)
     assert [t.sample_id for t in kept] == ["a", "c"]
     assert [s.value for s in values] == [1.0, 3.0]
-    assert failed == [Failed(sample_id="b", reason="hung")]
+    assert failed == [DroppedSample(sample_id="b", reason="hung")]
     with pytest.raises(RewardError, match="failure of 'b' for sample 'a'"):
         check_scores(scores[1:] + scores[:1], trajectories, source="f")
 

@@ -174,7 +174,7 @@ def test_rewards_of_several_kinds_with_a_reward_model(config, folder):
 
 
 def test_samples_that_the_reward_policy_drops_have_their_reason(config):
-    reward = {"function": "launch_rewards:raises", "policy": {"then": "drop", "attempts": 1}}
+    reward = {"function": "launch_rewards:raises", "on_failure": {"then": "drop", "attempts": 1}}
     report = run_generation(
         replace(config, reward=from_mapping(RewardSection, reward, source="test")), console=QUIET
     )

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from rlhf_launch import quickstart
+from rlhf_launch.quickstart import run as quickstart
 from rlhf_launch.quickstart.arithmetic import (
     character_tokenizer,
     exact_sum,

@@ -9,7 +9,7 @@ import types
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core import DeadlineExceeded, EngineDiedError, Failed, RewardError, SamplingConfig, Score
+from rlhf_core import DeadlineExceeded, DroppedSample, EngineDiedError, RewardError, SamplingConfig, Score
 from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_launch.samples.groups import group_from_plain, group_to_plain
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
@@ -49,7 +49,7 @@ class ByPrompt:
     async def score(self, trajectories, texts):
         number = int(trajectories[0].metadata["number"])
         if number in self.bad:
-            return [Failed(sample_id=t.sample_id, reason="no verdict") for t in trajectories]
+            return [DroppedSample(sample_id=t.sample_id, reason="no verdict") for t in trajectories]
         return [Score(value=float(i if number % 2 == 0 else 1)) for i in range(len(trajectories))]
 
 

@@ -22,7 +22,7 @@ from rlhf_rollout.rewards.parts import EnvironmentPart, RewardPart
 
 PARTS = {
     "correct": {"kind": "math", "answer": "gold", "weight": 2},
-    "tidy": {"kind": "regex", "pattern": "a+", "weight": 0.2, "policy": {"then": "drop"}},
+    "tidy": {"kind": "regex", "pattern": "a+", "weight": 0.2, "on_failure": {"then": "drop"}},
     "short": {"kind": "length", "high": 10},
     "service": {"kind": "http", "endpoints": {"urls": ["http://host:8000/score"], "api_key_env": "KEY"}},
     "judge": {"kind": "judge", "endpoints": {"urls": ["http://host:8001/v1"]}, "model": "m"},
@@ -41,7 +41,7 @@ def test_every_kind_is_parsed_and_survives_a_dump():
     parsed = section(parts=PARTS)
     assert {name: part.kind for name, part in parsed.parts.items()} == {n: p["kind"] for n, p in PARTS.items()}
     assert parsed.parts["correct"].weight == 2
-    assert parsed.parts["tidy"].policy.then == "drop"
+    assert parsed.parts["tidy"].on_failure.then == "drop"
     assert list(parsed.engine_parts()) == ["rm", "steps"]
     import yaml
 
@@ -250,12 +250,12 @@ def test_faults_of_every_part_lose_no_sample_and_count_none_twice(settings, make
             "service": {
                 "kind": "http",
                 "endpoints": {"urls": urls, "timeout_s": 0.5, "attempts": 4, "backoff_s": 0.02},
-                "policy": {"attempts": 10, "backoff_s": 0.02},
+                "on_failure": {"attempts": 10, "backoff_s": 0.02},
             },
             "picky": {
                 "kind": "function",
                 "function": "launch_rewards:picky",
-                "policy": {"then": "drop", "attempts": 1},
+                "on_failure": {"then": "drop", "attempts": 1},
             },
         }
         config = make_config(settings, reward={"parts": parts}, data__eval_rows=0, train__prompts_per_step=8)

@@ -14,7 +14,7 @@ from rlhf_core import (
     Sample,
     SamplingConfig,
 )
-from rlhf_launch.weight_sync.replacement import EngineReplacement
+from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
 
@@ -80,7 +80,7 @@ def make_pool():
         brought_up = []
         sync = types.SimpleNamespace(version=version)
         sync.bring_up = lambda engine: (brought_up.append(engine), pool.admit(engine))
-        replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=10)
+        replacement = RolloutReplacement(executor, pool, sync, limit=limit, timeout_s=10)
         pool.replace_with(replacement)
         pools.append(pool)
         return pool, replacement, brought_up

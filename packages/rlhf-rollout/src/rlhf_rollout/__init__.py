@@ -14,9 +14,9 @@ from rlhf_rollout.chat.tool_calls import tool_call_parser
 from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
 from rlhf_rollout.rewards.combine import CombinedReward, ModelReward
 from rlhf_rollout.rewards.endpoints import EndpointsConfig
-from rlhf_rollout.rewards.faults import FaultPolicy, FaultReport, RobustReward
+from rlhf_rollout.rewards.faults import FailureHandling, FaultReport, RobustReward
 from rlhf_rollout.rewards.function import PythonReward
-from rlhf_rollout.rewards.isolated import ProcessReward, ProcessRewardConfig
+from rlhf_rollout.rewards.isolated import IsolatedReward, IsolatedRewardConfig
 from rlhf_rollout.rewards.kinds.code import CodeReward, CodeRewardConfig
 from rlhf_rollout.rewards.kinds.environment import EnvironmentReward
 from rlhf_rollout.rewards.kinds.http import HTTPReward, HTTPRewardConfig
@@ -40,16 +40,16 @@ __all__ = [
     "EnvironmentFailed",
     "EnvironmentReward",
     "EnvironmentTooSlow",
-    "FaultPolicy",
+    "FailureHandling",
     "FaultReport",
     "HTTPReward",
     "HTTPRewardConfig",
+    "IsolatedReward",
+    "IsolatedRewardConfig",
     "JoinedScorer",
     "JudgeConfig",
     "JudgeReward",
     "ModelReward",
-    "ProcessReward",
-    "ProcessRewardConfig",
     "ProgramLimits",
     "PythonReward",
     "RewardSignature",

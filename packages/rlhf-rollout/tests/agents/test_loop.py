@@ -6,8 +6,8 @@ import threading
 import pytest
 from rlhf_core import (
     ConfigError,
+    DroppedSample,
     Environment,
-    Failed,
     LogProbMeaning,
     Observation,
     SamplingConfig,
@@ -57,7 +57,7 @@ def config(**changes) -> AgentConfig:
     return AgentConfig(**{"sampling": SamplingConfig(max_tokens=16), "max_tokens": 200, **changes})
 
 
-def play(environment, *, script=None, backend=None, task=None, **changes) -> list[Trajectory | Failed]:
+def play(environment, *, script=None, backend=None, task=None, **changes) -> list[Trajectory | DroppedSample]:
     backend = backend or ScriptedBackend(script=script or say("a", "b", "c"))
     loop = AgentLoop(backend, environment, TOKENIZER, config(**changes))
     return asyncio.run(loop.run([task or AgentTask(group_id="g", prompt_token_ids=ids("go"), metadata={"k": 1})]))
@@ -268,7 +268,7 @@ def test_a_reset_that_hangs_leaves_the_prompt_or_a_failure():
     (t,) = play(Stuck, step_timeout_s=0.1)
     assert (t.truncated, t.token_ids, t.response_length) == (True, ids("go"), 0)
     (failed,) = play(Stuck, task=AgentTask(group_id="g"), step_timeout_s=0.1)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, DroppedSample)
 
 
 class Broken(Echo):

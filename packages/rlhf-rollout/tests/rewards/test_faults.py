@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_ground import score, trajectory
-from rlhf_core import ConfigError, DataError, EngineDiedError, Failed, RewardError, Score
-from rlhf_rollout import CombinedReward, FaultPolicy, PythonReward, RobustReward
+from rlhf_core import ConfigError, DataError, DroppedSample, EngineDiedError, RewardError, Score
+from rlhf_rollout import CombinedReward, FailureHandling, PythonReward, RobustReward
 
-DROP = FaultPolicy(attempts=1, then="drop")
+DROP = FailureHandling(attempts=1, then="drop")
 
 
 class Faulty:
@@ -44,13 +44,13 @@ class Passing(Faulty):
 
 
 def test_a_passing_fault_is_tried_again():
-    reward = RobustReward(Passing(2), FaultPolicy(attempts=3, backoff_s=0.001))
+    reward = RobustReward(Passing(2), FailureHandling(attempts=3, backoff_s=0.001))
     assert [s.value for s in score(reward, ["", "a"])] == [0.0, 1.0]
     assert (reward.report.failed_attempts, reward.report.dropped) == (2, 0)
 
 
 def test_stop_raises_the_first_cause():
-    reward = RobustReward(Passing(9), FaultPolicy(attempts=2, backoff_s=0.001))
+    reward = RobustReward(Passing(9), FailureHandling(attempts=2, backoff_s=0.001))
     with pytest.raises(RewardError, match="reward faulty raised ConnectionError: for a moment"):
         score(reward, ["a"])
     assert reward.report.failed_attempts == 2
@@ -63,7 +63,7 @@ def test_drop_leaves_out_the_sample_at_fault_alone(named):
     found = score(reward, ["a", "bb", "bad", "cccc", "d"])
     assert [s.value if isinstance(s, Score) else s.sample_id for s in found] == [1.0, 2.0, "s2", 4.0, 1.0]
     assert reward.report.dropped == 1
-    assert reward.report.latest == (Failed(sample_id="s2", reason="no"),)
+    assert reward.report.latest == (DroppedSample(sample_id="s2", reason="no"),)
     assert ["bad"] in inner.batches
 
 
@@ -73,8 +73,8 @@ def test_every_sample_has_its_own_outcome(bad, named):
     texts = ["bad" if fault else "x" * index for index, fault in enumerate(bad)]
     found = score(RobustReward(Faulty(["bad"], named=named), DROP), texts)
     expected = ["failed" if fault else float(index) for index, fault in enumerate(bad)]
-    assert ["failed" if isinstance(s, Failed) else s.value for s in found] == expected
-    assert [s.sample_id for s in found if isinstance(s, Failed)] == [
+    assert ["failed" if isinstance(s, DroppedSample) else s.value for s in found] == expected
+    assert [s.sample_id for s in found if isinstance(s, DroppedSample)] == [
         f"s{i}" for i, fault in enumerate(bad) if fault
     ]
 
@@ -85,12 +85,12 @@ def test_unusable_scores_are_failures(returned):
         async def score(self, trajectories, texts):
             return returned
 
-    assert all(isinstance(s, Failed) for s in score(RobustReward(Wrong(), DROP), ["a", "b"]))
+    assert all(isinstance(s, DroppedSample) for s in score(RobustReward(Wrong(), DROP), ["a", "b"]))
 
 
 def test_nan_costs_only_its_own_sample():
     reward = RobustReward(PythonReward(lambda completion: float(completion or "nan")), DROP)
-    assert [type(s) for s in score(reward, ["1", "", "2"])] == [Score, Failed, Score]
+    assert [type(s) for s in score(reward, ["1", "", "2"])] == [Score, DroppedSample, Score]
 
 
 def test_a_coroutine_that_hangs_is_ended():
@@ -98,7 +98,7 @@ def test_a_coroutine_that_hangs_is_ended():
         async def score(self, trajectories, texts):
             await asyncio.sleep(60)
 
-    (failed,) = score(RobustReward(Hanging(), FaultPolicy(attempts=1, then="drop", timeout_s=0.05)), ["a"])
+    (failed,) = score(RobustReward(Hanging(), FailureHandling(attempts=1, then="drop", timeout_s=0.05)), ["a"])
     assert failed.reason == "reward Hanging did not return within 0.05 s"
 
 
@@ -109,7 +109,7 @@ def test_a_function_that_hangs_is_left_behind_and_dropped():
     inner = PythonReward(lambda completion: release.wait(30) if completion == "hang" else 1.0, timeout_s=0.3)
     found = score(RobustReward(inner, DROP), ["a", "hang"])
     release.set()
-    assert [type(s) for s in found] == [Score, Failed]
+    assert [type(s) for s in found] == [Score, DroppedSample]
     assert "did not return within 0.3 s" in found[1].reason
 
 
@@ -117,12 +117,12 @@ def test_a_function_that_hangs_is_left_behind_and_dropped():
 def test_what_is_no_fault_of_a_sample_stops_at_once(error):
     inner = Faulty(["a"], fail=error)
     with pytest.raises(type(error)):
-        score(RobustReward(inner, FaultPolicy(attempts=5, then="drop")), ["a", "b"])
+        score(RobustReward(inner, FailureHandling(attempts=5, then="drop")), ["a", "b"])
     assert len(inner.batches) == 1
 
 
 def test_too_many_drops_in_a_row_stop_the_run():
-    reward = RobustReward(Faulty(["a"]), FaultPolicy(attempts=1, then="drop", max_dropped_in_a_row=3))
+    reward = RobustReward(Faulty(["a"]), FailureHandling(attempts=1, then="drop", max_dropped_in_a_row=3))
     score(reward, ["a", "a"])
     score(reward, ["fine"])
     score(reward, ["a", "a"])
@@ -134,7 +134,7 @@ def test_what_a_part_drops_a_sum_drops():
     robust = RobustReward(Faulty(["bad"]), DROP)
     found = score(CombinedReward({"one": Faulty(), "two": robust}), ["a", "bad"])
     assert found[0] == Score(value=2.0, components={"one": 1.0, "two": 1.0})
-    assert found[1] == Failed(sample_id="s1", reason="two: no")
+    assert found[1] == DroppedSample(sample_id="s1", reason="two: no")
 
 
 def test_the_first_part_to_fail_ends_the_others():
@@ -170,5 +170,5 @@ def test_many_batches_at_once():
     "changes", [{"attempts": 0}, {"backoff_s": -1}, {"then": "retry"}, {"max_dropped_in_a_row": 0}]
 )
 def test_settings_are_checked(changes):
-    with pytest.raises(ConfigError, match="reward policy"):
-        FaultPolicy(**changes)
+    with pytest.raises(ConfigError, match="reward on_failure"):
+        FailureHandling(**changes)

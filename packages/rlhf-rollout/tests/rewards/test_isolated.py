@@ -1,4 +1,4 @@
-"""ProcessReward: a worker that hangs, dies and prints, for real. Starting one takes seconds, so it is shared."""
+"""IsolatedReward: a worker that hangs, dies and prints, for real. Starting one takes seconds, so it is shared."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 from reward_ground import score, trajectory, values
 from rlhf_core import ConfigError, PluginError, RewardError
-from rlhf_rollout import FaultPolicy, ProcessReward, ProcessRewardConfig, RobustReward
+from rlhf_rollout import FailureHandling, IsolatedReward, IsolatedRewardConfig, RobustReward
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def pid_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reward(child_path, pid_file):
     options = {"pid_file": str(pid_file), "scale": 2.0}
-    made = ProcessReward(ProcessRewardConfig(function="faulty_rewards:faulty", timeout_s=3.0, options=options))
+    made = IsolatedReward(IsolatedRewardConfig(function="faulty_rewards:faulty", timeout_s=3.0, options=options))
     yield made
     made.close()
 
@@ -68,33 +68,35 @@ def test_a_hanging_function_is_killed_with_its_children_and_replaced(reward, pid
 
 
 def test_a_policy_drops_just_the_sample_that_kills_the_process(reward):
-    first, lost = score(RobustReward(reward, FaultPolicy(attempts=1, then="drop")), ["a", "die"])
+    first, lost = score(RobustReward(reward, FailureHandling(attempts=1, then="drop")), ["a", "die"])
     assert (first.value, lost.sample_id) == (2.0, "s1")
     assert "lost its process (exit -9)" in lost.reason
 
 
 def test_a_function_that_is_not_there_is_a_mistake_of_the_user(child_path):
-    reward = ProcessReward(ProcessRewardConfig(function="faulty_rewards:nothing"))
+    reward = IsolatedReward(IsolatedRewardConfig(function="faulty_rewards:nothing"))
     with pytest.raises(PluginError, match="has no attribute 'nothing'"):
         score(reward, ["a"])
 
 
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="workers"):
-        ProcessRewardConfig(function="a:b", workers=0)
+        IsolatedRewardConfig(function="a:b", workers=0)
 
 
 def test_a_worker_prepares_outside_the_deadline(child_path):
-    config = ProcessRewardConfig(
+    config = IsolatedRewardConfig(
         function="faulty_rewards:prepared", prepare="faulty_rewards:prepare", timeout_s=2.0
     )
-    made = ProcessReward(config)
+    made = IsolatedReward(config)
     try:
         assert made.check() == frozenset()
         assert values(made, ["a"]) == [7.0]
     finally:
         made.close()
-    broken = ProcessReward(ProcessRewardConfig(function="faulty_rewards:faulty", prepare="faulty_rewards:nothing"))
+    broken = IsolatedReward(
+        IsolatedRewardConfig(function="faulty_rewards:faulty", prepare="faulty_rewards:nothing")
+    )
     with pytest.raises(PluginError, match="no attribute 'nothing'"):
         broken.check()
     broken.close()
@@ -102,7 +104,7 @@ def test_a_worker_prepares_outside_the_deadline(child_path):
 
 def test_closing_ends_a_batch_that_hangs_at_once(child_path, tmp_path):
     options = {"pid_file": str(tmp_path / "pid")}
-    made = ProcessReward(ProcessRewardConfig(function="faulty_rewards:faulty", options=options, timeout_s=600.0))
+    made = IsolatedReward(IsolatedRewardConfig(function="faulty_rewards:faulty", options=options, timeout_s=600.0))
 
     async def close_in_the_middle():
         call = asyncio.ensure_future(made.score([trajectory(0)], ["hang"]))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from reward_ground import trajectory
-from rlhf_core import Failed, RewardError, Score
+from rlhf_core import DroppedSample, RewardError, Score
 from rlhf_rollout import PythonReward, score_as_finished
 
 
@@ -80,10 +80,10 @@ def test_dropped_samples_are_reported_not_lost():
         async def score(self, trajectories, texts):
             first, *others = trajectories
             scored = await super().score(others, texts[1:])
-            return [Failed(sample_id=first.sample_id, reason="hung"), *scored]
+            return [DroppedSample(sample_id=first.sample_id, reason="hung"), *scored]
 
     async def half():
-        return [Failed(sample_id="env", reason="raised"), *await group(0)]
+        return [DroppedSample(sample_id="env", reason="raised"), *await group(0)]
 
     (found,) = asyncio.run(collect([half()], Dropping()))
     assert [t.sample_id for t in found.trajectories] == ["s0b"]

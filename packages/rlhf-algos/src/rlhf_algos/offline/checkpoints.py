@@ -19,7 +19,7 @@ STATE = "run.json"
 
 
 @dataclass(kw_only=True, slots=True)
-class RunState:
+class OfflineState:
     """Where a run stands, apart from the engine."""
 
     step: int = 0
@@ -41,7 +41,7 @@ def checkpoint_steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and (directory / match[0] / STATE).exists())
 
 
-def save_checkpoint(directory: Path, engine: TrainEngine, state: RunState, *, keep: int, ranks: Ranks) -> Path:
+def save_checkpoint(directory: Path, engine: TrainEngine, state: OfflineState, *, keep: int, ranks: Ranks) -> Path:
     """Write `step-N` beside and rename it; older ones go only when it is complete."""
     final = directory / f"step-{state.step}"
 
@@ -57,7 +57,7 @@ def save_checkpoint(directory: Path, engine: TrainEngine, state: RunState, *, ke
     return final
 
 
-def load_checkpoint(directory: Path, engine: TrainEngine, plan: dict[str, Any]) -> RunState | None:
+def load_checkpoint(directory: Path, engine: TrainEngine, plan: dict[str, Any]) -> OfflineState | None:
     """Continue from the last complete checkpoint; None if there is none.
 
     Raises:
@@ -68,7 +68,7 @@ def load_checkpoint(directory: Path, engine: TrainEngine, plan: dict[str, Any]) 
         return None
     last = directory / f"step-{steps[-1]}"
     try:
-        state = RunState(**json.loads((last / STATE).read_text()))
+        state = OfflineState(**json.loads((last / STATE).read_text()))
     except (TypeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{last / STATE} is not the state of a run: {error}") from None
     changed = [

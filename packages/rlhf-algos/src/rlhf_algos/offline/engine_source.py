@@ -11,10 +11,10 @@ from rlhf_algos.torch_engine.engine import TorchEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSource:
+class EngineFactory:
     """Opens the engines of a run: the one that is trained, and before it the frozen reference.
 
-    >>> train(config, engines=EngineSource(open=lambda engine_config: MyEngine(engine_config)))   # doctest: +SKIP
+    >>> train(config, engines=EngineFactory(open=lambda engine_config: MyEngine(engine_config)))   # doctest: +SKIP
     """
 
     open: Callable[[EngineConfig], TrainEngine] = TorchEngine

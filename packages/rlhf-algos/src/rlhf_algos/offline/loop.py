@@ -18,14 +18,14 @@ from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of
 from rlhf_algos.losses.offline.responses import response_log_probs
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_algos.offline.checkpoints import (
-    RunState,
+    OfflineState,
     checkpoint_steps,
     load_checkpoint,
     replace_directory,
     save_checkpoint,
 )
 from rlhf_algos.offline.config import OfflineConfig
-from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.order import batch_indices, steps_per_epoch
 from rlhf_algos.offline.run_data import (
     OfflineData,
@@ -57,7 +57,7 @@ class TrainResult:
 
 
 def train(
-    config: OfflineConfig, *, on_event: Event | None = None, engines: EngineSource | None = None
+    config: OfflineConfig, *, on_event: Event | None = None, engines: EngineFactory | None = None
 ) -> TrainResult:
     """Run the whole training that `config` describes.
 
@@ -77,7 +77,7 @@ def train(
             f"{str(config.output)!r} holds checkpoints of an earlier run; write resume: true to continue it, or "
             "another output"
         )
-    engines = engines or EngineSource()
+    engines = engines or EngineFactory()
     data = load_data(config)
     ranks = join_ranks(torch.device(config.run.device))
     processes = ranks.size * engines.ranks
@@ -93,7 +93,7 @@ def train(
         data = add_teacher(data, config, ranks)
     engine = engines.open(config.engine(total))
     plan = _plan(config, data, total, processes)
-    state = (load_checkpoint(checkpoints, engine, plan) if config.resume else None) or RunState(plan=plan)
+    state = (load_checkpoint(checkpoints, engine, plan) if config.resume else None) or OfflineState(plan=plan)
     run = _Run(
         config=config,
         data=data,
@@ -122,7 +122,7 @@ class _Run:
     ranks: Ranks
     processes: int
     """Everywhere, those of `ranks` times those behind the engine."""
-    state: RunState
+    state: OfflineState
     on_event: Event | None
 
     def tell(self, kind: str, values: Mapping[str, float]) -> None:

@@ -26,7 +26,7 @@ from rlhf_algos.losses.offline.pairwise import aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
 from rlhf_algos.losses.offline.reward_model import (
-    ProcessRewardConfig,
+    ProcessRewardLossConfig,
     RewardLossConfig,
     bradley_terry,
     process_reward,
@@ -136,7 +136,7 @@ METHODS: Mapping[str, Method] = {
     "prm": Method(
         encode=step_examples,
         function=process_reward,
-        config=ProcessRewardConfig,
+        config=ProcessRewardLossConfig,
         role="reward",
         outputs=("values",),
         best_metric="step_accuracy",

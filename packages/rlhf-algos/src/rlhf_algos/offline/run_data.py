@@ -14,7 +14,7 @@ from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_en
 from rlhf_algos.data.examples import EncodingReport, Example, collate_examples, encode_rows
 from rlhf_algos.data.sources import DataSource, read_rows
 from rlhf_algos.offline.config import OfflineConfig
-from rlhf_algos.offline.engine_source import EngineSource
+from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.methods import with_partners
 from rlhf_algos.offline.order import epoch_order, split_by_length
 from rlhf_algos.offline.reference import cache_key, default_cache, score_rows, with_reference
@@ -123,7 +123,7 @@ def _partnered(examples: list[Example], config: OfflineConfig) -> list[Example]:
     return with_partners(examples, order, group=config.batch_size, max_length=config.limit.max_length)
 
 
-def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engines: EngineSource) -> OfflineData:
+def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engines: EngineFactory) -> OfflineData:
     """Give all examples the reference's log-probs, from the cache or from the reference model."""
     model = config.reference or config.model
     everything = data.train + data.eval

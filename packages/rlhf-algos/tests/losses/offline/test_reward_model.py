@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from rlhf_algos.losses.offline.reward_model import (
-    ProcessRewardConfig,
+    ProcessRewardLossConfig,
     RewardLossConfig,
     bradley_terry,
     last_true,
@@ -80,7 +80,7 @@ def steps(config, labels):
 
 
 def test_process_supervision_with_hard_and_soft_labels():
-    terms = steps(ProcessRewardConfig(), [[9, 9, 1.0, 9, 0.0], [9, 9, 0.25, 9, 9]])
+    terms = steps(ProcessRewardLossConfig(), [[9, 9, 1.0, 9, 0.0], [9, 9, 0.25, 9, 9]])
     expected = softplus(-1.0) + softplus(-2.0) + 0.25 * softplus(-0.5) + 0.75 * softplus(0.5)
     assert float(terms.total) == pytest.approx(expected)
     assert float(terms.weight) == 3
@@ -88,7 +88,7 @@ def test_process_supervision_with_hard_and_soft_labels():
 
 
 def test_outcome_supervision_takes_the_last_step():
-    terms = steps(ProcessRewardConfig(supervision="outcome"), [[9, 9, 1.0, 9, 0.0], [9, 9, 1.0, 9, 9]])
+    terms = steps(ProcessRewardLossConfig(supervision="outcome"), [[9, 9, 1.0, 9, 0.0], [9, 9, 1.0, 9, 9]])
     assert float(terms.total) == pytest.approx(softplus(-2.0) + softplus(-0.5))
     assert float(terms.weight) == 2
 
@@ -122,7 +122,7 @@ def label_steps(config, labels):
 @pytest.mark.parametrize("labels", [(1.0, 0.0, 1.0), (0.8, 0.3, 0.5)])
 def test_label_tokens_of_a_language_model_head(labels):
     columns = [[9, 9, labels[0], 9, labels[1]], [9, 9, labels[2], 9, 9]]
-    config = ProcessRewardConfig(label_tokens=("+", "-"))
+    config = ProcessRewardLossConfig(label_tokens=("+", "-"))
     assert (config.role, config.outputs) == ("policy", ("candidate_log_probs",))
     logits, terms = label_steps(config, columns)
     wanted = torch.tensor(labels)
@@ -130,7 +130,9 @@ def test_label_tokens_of_a_language_model_head(labels):
     expected = step_label_losses(logits, soft, torch.tensor([4, 2])).sum()
     assert float(terms.total) == pytest.approx(float(expected), rel=1e-5)
     assert float(terms.weight) == 3
-    logits, terms = label_steps(ProcessRewardConfig(label_tokens=("+", "-"), label_softmax="vocabulary"), columns)
+    logits, terms = label_steps(
+        ProcessRewardLossConfig(label_tokens=("+", "-"), label_softmax="vocabulary"), columns
+    )
     expected = -(soft * logits.log_softmax(-1)[:, [4, 2]]).sum()
     assert float(terms.total) == pytest.approx(float(expected), rel=1e-5)
 
@@ -144,12 +146,12 @@ def test_refused():
     with pytest.raises(ConfigError, match="sigmoid, log_exp"):
         RewardLossConfig(loss="hinge")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="outcome"):
-        ProcessRewardConfig(supervision="both")  # type: ignore[arg-type]
+        ProcessRewardLossConfig(supervision="both")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="two different ones"):
-        ProcessRewardConfig(label_tokens=("+", "+"))
+        ProcessRewardLossConfig(label_tokens=("+", "+"))
     with pytest.raises(ConfigError, match="needs label_tokens"):
-        ProcessRewardConfig(label_softmax="vocabulary")
+        ProcessRewardLossConfig(label_softmax="vocabulary")
     with pytest.raises(ConfigError, match="scores"):
         bradley_terry(ModelOutputs(), None, RewardLossConfig())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="values"):
-        process_reward(ModelOutputs(), None, ProcessRewardConfig())  # type: ignore[arg-type]
+        process_reward(ModelOutputs(), None, ProcessRewardLossConfig())  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
+class DroppedSample:
     """What stands in the place of a score, or of a trajectory, that could not be had: leave the sample out."""
 
     sample_id: str
@@ -39,16 +39,20 @@ class RewardFunction(Protocol):
     event loop.
     """
 
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> Sequence[Score | Failed]:
+    async def score(
+        self, trajectories: Sequence[Trajectory], texts: Sequence[str]
+    ) -> Sequence[Score | DroppedSample]:
         """One score per trajectory, in order. `texts` are the decoded responses.
 
-        `Failed` drops a sample on purpose. A function that cannot tell raises RewardError instead, and the loop's
-        error policy decides.
+        `DroppedSample` drops a sample on purpose. A function that cannot tell raises RewardError instead, and the
+        failure handling of the run decides.
         """
         ...
 
 
-def check_scores(scores: Sequence[Score | Failed], trajectories: Sequence[Trajectory], *, source: str) -> None:
+def check_scores(
+    scores: Sequence[Score | DroppedSample], trajectories: Sequence[Trajectory], *, source: str
+) -> None:
     """Refuse scores of the wrong number or kind, naming the samples.
 
     Raises:
@@ -70,9 +74,9 @@ def check_scores(scores: Sequence[Score | Failed], trajectories: Sequence[Trajec
         )
 
 
-def _fault(score: Score | Failed, trajectory: Trajectory) -> str:
+def _fault(score: Score | DroppedSample, trajectory: Trajectory) -> str:
     """What is wrong with a score; empty if nothing is."""
-    if isinstance(score, Failed):
+    if isinstance(score, DroppedSample):
         other = score.sample_id != trajectory.sample_id
         return f"the failure of {score.sample_id!r}" if other else ""
     if not math.isfinite(score.value):
@@ -85,9 +89,9 @@ def _fault(score: Score | Failed, trajectory: Trajectory) -> str:
 
 
 def keep_scored(
-    trajectories: Sequence[Trajectory], scores: Sequence[Score | Failed]
-) -> tuple[list[Trajectory], list[Score], list[Failed]]:
+    trajectories: Sequence[Trajectory], scores: Sequence[Score | DroppedSample]
+) -> tuple[list[Trajectory], list[Score], list[DroppedSample]]:
     """Trajectories that have a score, their scores, and the failures of the others."""
     kept = [(t, s) for t, s in zip(trajectories, scores, strict=True) if isinstance(s, Score)]
-    failed = [score for score in scores if isinstance(score, Failed)]
+    failed = [score for score in scores if isinstance(score, DroppedSample)]
     return [trajectory for trajectory, _ in kept], [score for _, score in kept], failed

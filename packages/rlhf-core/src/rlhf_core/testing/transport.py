@@ -21,7 +21,7 @@ from rlhf_core.errors import DeadlineExceeded, RLHFError, WeightSyncError
 from rlhf_core.weight_sync.manifest import Bucket, TensorSpec, WeightManifest
 from rlhf_core.weight_sync.receive import receive_weights
 from rlhf_core.weight_sync.send import send_weights
-from rlhf_core.weight_sync.transports.transport import Receiver, Sender, give_up, join, open_sender
+from rlhf_core.weight_sync.transports.transport import Receiver, Sender, join, open_sender, release_sender
 
 
 class Source:
@@ -84,7 +84,7 @@ class TransportConformance:
     kind: ClassVar[str]
     device: ClassVar[str] = "cpu"
     can_give_up: ClassVar[bool] = True
-    """Whether the transport has a `give_up` that ends every wait of the sender."""
+    """Whether the transport has a `release_sender` that ends every wait of the sender."""
     patience_s: ClassVar[float] = 0.6
     """Deadline of links on which something goes wrong."""
 
@@ -178,7 +178,7 @@ class TransportConformance:
         source = Source([10], 1, self.device)
         sending = Beside(lambda: send_weights(source, source.manifest(), sender))
         while sending.running:
-            give_up(sender.link)
+            release_sender(sender.link)
             time.sleep(0.05)
         with pytest.raises(WeightSyncError, match="given up"):
             sending.result()

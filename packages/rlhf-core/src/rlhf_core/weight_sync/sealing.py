@@ -10,7 +10,7 @@ from rlhf_core.weight_sync.checksum import checksum
 from rlhf_core.weight_sync.manifest import CHECKSUM_BYTES, Bucket, WeightManifest
 
 
-def seal(manifest: WeightManifest, bucket: Bucket, flat: Tensor) -> None:
+def write_checksum(manifest: WeightManifest, bucket: Bucket, flat: Tensor) -> None:
     """Write the checksum behind the payload; the gaps between tensors are part of it, so they are zeroed."""
     _zero_gaps(bucket, flat)
     sums = torch.tensor([*checksum(flat[: bucket.payload_bytes]), manifest.version, bucket.index])

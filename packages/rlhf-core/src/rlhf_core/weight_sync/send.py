@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
-from rlhf_core.weight_sync.sealing import seal
+from rlhf_core.weight_sync.sealing import write_checksum
 from rlhf_core.weight_sync.source import PackingSource, WeightSource
 from rlhf_core.weight_sync.transports.transport import Sender, Sending, closed_on_error
 
@@ -58,7 +58,7 @@ def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Buck
             sending.wait()
         flat = _filled(source, bucket, sender.device, partial(buffer, slot, bucket.nbytes))
         if bucket.checksum:
-            seal(manifest, bucket, flat)
+            write_checksum(manifest, bucket, flat)
         pending[slot] = sender.send(flat, bucket)
         del flat
     # Oldest first: the receiver takes them in the order of sending.

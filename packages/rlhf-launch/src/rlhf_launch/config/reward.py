@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_core import ConfigError
-from rlhf_rollout.rewards.faults import FaultPolicy
+from rlhf_rollout.rewards.faults import FailureHandling
 from rlhf_rollout.rewards.parts import (
     EnginePart,
     EnvironmentPart,
@@ -27,14 +27,14 @@ class RewardSection:
 
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
     """Name: {kind: function | http | judge | code | math | exact | fuzzy | regex | length | model | steps |
-    environment, weight: 1.0, policy: ..., and what the kind has}."""
+    environment, weight: 1.0, on_failure: ..., and what the kind has}."""
     function: str | None = None
     """`module:function`; called with `completions` and `prompts` and the data's other columns."""
     model: str | None = None
     """Sequence-classification model with one label."""
     timeout_s: float = 60.0
     """Deadline for `function` on the samples of one prompt."""
-    policy: FaultPolicy = field(default_factory=FaultPolicy)
+    on_failure: FailureHandling = field(default_factory=FailureHandling)
     """What happens when one fails: attempts, then `stop` the run or `drop` the samples at fault."""
 
     def __post_init__(self) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlhf_core import ConfigError, DataError, Failed, GenerationResult, Score
+from rlhf_core import ConfigError, DataError, DroppedSample, GenerationResult, Score
 
 from rlhf_launch.samples.prompts import Prompt
 
 
 def make_row(
-    prompt: Prompt, result: GenerationResult, texts: Sequence[str], scores: Sequence[Score | Failed] | None
+    prompt: Prompt, result: GenerationResult, texts: Sequence[str], scores: Sequence[Score | DroppedSample] | None
 ) -> dict[str, Any]:
     """One prompt with its samples, as plain data."""
     samples = [
@@ -30,7 +30,7 @@ def make_row(
         for sample, text in zip(result.samples, texts, strict=True)
     ]
     for sample, score in zip(samples, scores or (), strict=False):
-        if isinstance(score, Failed):
+        if isinstance(score, DroppedSample):
             sample |= {"score": None, "score_error": score.reason}
         else:
             sample |= {"score": score.value, "score_components": dict(score.components)}

@@ -28,7 +28,7 @@ from rlhf_launch.config.run import (
 from rlhf_launch.generate.rows import GeneratedRows, make_row
 from rlhf_launch.online.preflight import load_tokenizer
 from rlhf_launch.placement.plans import open_executor, reward_plans, rollout_plans
-from rlhf_launch.placement.resolve import Components, choose_components
+from rlhf_launch.placement.resolve import ResolvedBackends, choose_components
 from rlhf_launch.samples.prompts import Prompt, make_prompts
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.samples.sample import trajectories_of
@@ -149,7 +149,7 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
 
 def _start_workers(
     config: GenerateConfig,
-    components: Components,
+    components: ResolvedBackends,
     checked: CheckedReward | None,
     tokenizer: Any,
     stack: ExitStack,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_algos import EngineSource, OfflineConfig, TrainResult, train
+from rlhf_algos import EngineFactory, OfflineConfig, TrainResult, train
 from rlhf_algos.offline.loop import Event
 from rlhf_core import (
     TRAIN_ENGINES,
@@ -103,7 +103,7 @@ def _absolute(config: ScaledOfflineConfig) -> ScaledOfflineConfig:
 
 
 @contextmanager
-def _engines(scale: ScaleSection) -> Iterator[EngineSource]:
+def _engines(scale: ScaleSection) -> Iterator[EngineFactory]:
     """Engines on placed ranks; whatever of them is still open is closed when the block ends."""
     with ExitStack() as stack:
 
@@ -117,7 +117,7 @@ def _engines(scale: ScaleSection) -> Iterator[EngineSource]:
         if scale.on_ray:
             # Ray stays up from the first engine to the last: the object that starts it is the last to be closed.
             stack.callback(_executor(scale).close)
-        yield EngineSource(open=open_engine, ranks=scale.ranks)
+        yield EngineFactory(open=open_engine, ranks=scale.ranks)
 
 
 def _executor(scale: ScaleSection) -> Executor:

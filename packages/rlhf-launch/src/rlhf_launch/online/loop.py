@@ -15,12 +15,12 @@ from rlhf_launch.config.run import RunConfig
 from rlhf_launch.online.evaluation import HeldOut, evaluate
 from rlhf_launch.online.report import PhaseClock, Reporter, sample_metrics, step_metrics
 from rlhf_launch.online.state import RunState
-from rlhf_launch.samples.collecting import Collected
+from rlhf_launch.samples.collecting import StepSamples
 from rlhf_launch.samples.groups import group_index
 from rlhf_launch.samples.producer import Producer
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder
-from rlhf_launch.weight_sync.replacement import EngineReplacement
+from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
@@ -35,7 +35,7 @@ class Roles:
     reference: TrainGroup | None
     pool: RolloutPool
     sync: WeightSync
-    replacement: EngineReplacement
+    replacement: RolloutReplacement
     rewarder: Rewarder
 
 
@@ -84,7 +84,9 @@ def train(run: OnlineRun) -> None:
             run.state.publish(run, wait=last)
 
 
-def train_on(run: OnlineRun, collected: Collected, step: int, clock: PhaseClock) -> tuple[Batch, dict[str, float]]:
+def train_on(
+    run: OnlineRun, collected: StepSamples, step: int, clock: PhaseClock
+) -> tuple[Batch, dict[str, float]]:
     """Score, estimate advantages and take the optimizer steps of one batch of samples."""
     trajectories, scores = collected.trajectories, collected.scores
     with clock("score"):

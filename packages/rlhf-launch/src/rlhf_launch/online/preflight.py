@@ -12,7 +12,7 @@ from rlhf_core import ConfigError, load_object
 
 from rlhf_launch.config.run import EvaluationSection, RunConfig
 from rlhf_launch.online.evaluation import HeldOut
-from rlhf_launch.placement.resolve import Components, choose_components
+from rlhf_launch.placement.resolve import ResolvedBackends, choose_components
 from rlhf_launch.samples.prompts import Prompt, make_prompts
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 
@@ -21,7 +21,7 @@ from rlhf_launch.samples.reward import CheckedReward, check_reward
 class Inputs:
     """What a run works on, checked."""
 
-    components: Components
+    components: ResolvedBackends
     tokenizer: Any
     prompts: Sequence[Prompt]
     held_out: Mapping[str, HeldOut]

@@ -32,7 +32,7 @@ from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder, open_reward
 from rlhf_launch.samples.sample import group_sampler
-from rlhf_launch.weight_sync.replacement import EngineReplacement
+from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.handles import Handle
 from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -144,7 +144,7 @@ def _place_roles(
     )
     stack.callback(close)
     limit = config.placement.max_restarts
-    replacement = EngineReplacement(executor, pool, sync, limit=limit, timeout_s=timeout_s)
+    replacement = RolloutReplacement(executor, pool, sync, limit=limit, timeout_s=timeout_s)
     pool.replace_with(replacement)
     stack.callback(replacement.stop)
     return Roles(

@@ -20,7 +20,7 @@ from rlhf_rollout.rewards.parts import ModelPart
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import RunConfig
-from rlhf_launch.placement.resolve import Components, WorkerNeeds
+from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
 from rlhf_launch.workers.handles import Handle, LocalHandle
 from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.train_rank import TrainWorker
@@ -98,7 +98,7 @@ class LocalExecutor:
         """Nothing beyond the handles to give back."""
 
 
-def open_executor(config: WorkerNeeds, components: Components) -> Executor:
+def open_executor(config: WorkerNeeds, components: ResolvedBackends) -> Executor:
     """The executor that the components name."""
     if components.executor == "local":
         return LocalExecutor()
@@ -109,7 +109,7 @@ def open_executor(config: WorkerNeeds, components: Components) -> Executor:
     return RayCluster(placement.ray_address, transports=transports, timeout_s=placement.timeout_s)
 
 
-def training_plans(config: RunConfig, components: Components, role: Role) -> list[WorkerPlan]:
+def training_plans(config: RunConfig, components: ResolvedBackends, role: Role) -> list[WorkerPlan]:
     """The ranks of one training role; the reference has one rank."""
     engine_config = replace(
         _engine_config(config, components, _model_of(config, role), role),
@@ -120,7 +120,7 @@ def training_plans(config: RunConfig, components: Components, role: Role) -> lis
     return rank_plans(role, components.engine, engine_config, ranks=ranks, room=config.placement)
 
 
-def reward_plans(config: WorkerNeeds, components: Components) -> dict[str, list[WorkerPlan]]:
+def reward_plans(config: WorkerNeeds, components: ResolvedBackends) -> dict[str, list[WorkerPlan]]:
     """The ranks of every part of the reward that has a model of its own, by the part's name."""
     plans = {}
     for name, part in (config.reward or RewardSection()).engine_parts().items():
@@ -136,7 +136,7 @@ def reward_plans(config: WorkerNeeds, components: Components) -> dict[str, list[
     return plans
 
 
-def _engine_config(config: WorkerNeeds, components: Components, model: str, role: Role) -> EngineConfig:
+def _engine_config(config: WorkerNeeds, components: ResolvedBackends, model: str, role: Role) -> EngineConfig:
     return EngineConfig(
         model=model,
         role=role,
@@ -166,7 +166,7 @@ def rank_plans(name: str, engine: str, config: EngineConfig, *, ranks: int, room
     ]
 
 
-def rollout_plans(config: WorkerNeeds, components: Components, *, adapter_rank: int = 0) -> list[WorkerPlan]:
+def rollout_plans(config: WorkerNeeds, components: ResolvedBackends, *, adapter_rank: int = 0) -> list[WorkerPlan]:
     """The rollout engines; `adapter_rank` is that of adapters which they will be sent alone."""
     rollout = config.rollout
     backend_config = RolloutConfig(

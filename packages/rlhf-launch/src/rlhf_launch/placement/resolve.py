@@ -14,7 +14,7 @@ from rlhf_launch.config.run import ModelSection, PlacementSection, TrainSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Components:
+class ResolvedBackends:
     """The parts of a run. `reasons` holds one line for each."""
 
     executor: Literal["local", "ray"]
@@ -63,7 +63,7 @@ class WorkerNeeds(Protocol):
         ...
 
 
-def choose_components(config: WorkerNeeds, *, trains: bool = True) -> Components:
+def choose_components(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBackends:
     """Resolve every `auto`. Nothing heavy is imported. `trains` is False where no policy is trained.
 
     Raises:
@@ -92,7 +92,7 @@ def choose_components(config: WorkerNeeds, *, trains: bool = True) -> Components
         if engines[key] == "torch" and count > 1:
             raise ResourceError(f"{key}={count} needs the engine deepspeed; the torch engine has one rank here")
     device = _device(config, reasons)
-    return Components(
+    return ResolvedBackends(
         executor=executor,  # type: ignore[arg-type]
         engine=engine,
         backend=backend,

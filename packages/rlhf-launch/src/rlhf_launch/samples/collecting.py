@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
+class StepSamples:
     """What a step trains on."""
 
     groups: Sequence[Group]

@@ -22,7 +22,7 @@ class Group:
     scores: tuple[Score, ...]
 
     @property
-    def teaches(self) -> bool:
+    def scores_differ(self) -> bool:
         """True if its scores differ: equal ones give advantages of zero in every group-relative algorithm."""
         values = [score.value for score in self.scores]
         return bool(values) and max(values) - min(values) > 1e-8

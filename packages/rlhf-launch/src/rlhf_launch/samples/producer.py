@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from rlhf_core import DeadlineExceeded, RewardError, Trajectory
 from rlhf_rollout.rewards.scoring import score_as_finished
 
-from rlhf_launch.samples.collecting import Collected
+from rlhf_launch.samples.collecting import StepSamples
 from rlhf_launch.samples.groups import group_of
 from rlhf_launch.samples.ledger import Ledger
 from rlhf_launch.samples.prompts import Prompt, PromptStream
@@ -79,7 +79,7 @@ class Producer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
 
-    def collect(self) -> Collected:
+    def collect(self) -> StepSamples:
         """The groups of the next step, as soon as there are enough and all that is due is among them.
 
         Raises:
@@ -112,7 +112,7 @@ class Producer:
         end = time.perf_counter()
         generated = min(max(self._last_generated, begin), end)
         seconds = {"rollout": generated - begin, "reward": end - generated}
-        return Collected(groups=groups, seconds=seconds, counts=counts)
+        return StepSamples(groups=groups, seconds=seconds, counts=counts)
 
     def hold(self) -> None:
         """The policy is about to be trained."""
@@ -213,7 +213,7 @@ class Producer:
         if not group.trajectories:
             _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)
             ledger.drop(position, reason)
-        elif self._config.filter_flat and not group.teaches:
+        elif self._config.filter_flat and not group.scores_differ:
             ledger.filter(position, group)
         else:
             ledger.finish(position, group)

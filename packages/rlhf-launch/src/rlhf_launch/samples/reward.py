@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_algos.torch_engine.model import check_model_path
 from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory
-from rlhf_rollout import CombinedReward, FaultPolicy, ModelReward, RobustReward, StepReward
+from rlhf_rollout import CombinedReward, FailureHandling, ModelReward, RobustReward, StepReward
 from rlhf_rollout.rewards.endpoints import unreachable
 from rlhf_rollout.rewards.parts import HTTPPart, JudgePart, ModelPart, RewardPart, StepsPart
 
@@ -45,7 +45,7 @@ class CheckedReward:
     """Of the process reward models, by part."""
     needed: Mapping[str, frozenset[str]]
     """Columns of the data that each part needs."""
-    policy: FaultPolicy
+    on_failure: FailureHandling
     combined: bool
     """False for a lone short form, whose components keep their names."""
 
@@ -117,7 +117,7 @@ def check_reward(
         ready=ready,
         tokenizers=tokenizers,
         needed=needed,
-        policy=section.policy,
+        on_failure=section.on_failure,
         combined=bool(section.parts) or len(parts) > 1,
     )
 
@@ -141,7 +141,7 @@ def open_reward(
             reward = ModelReward(groups[name], name=name, min_rows=part.ranks)
         else:
             reward = checked.ready[name]
-        rewards[name] = RobustReward(reward, part.policy or checked.policy, name=name)
+        rewards[name] = RobustReward(reward, part.on_failure or checked.on_failure, name=name)
     if not checked.combined:
         (alone,) = rewards.values()
         return alone, alone.close  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from rlhf_launch.workers.rollout_pool import RolloutPool
 _log = logging.getLogger(__name__)
 
 
-class EngineReplacement:
+class RolloutReplacement:
     """Replaces lost engines, a limited number of times in a run.
 
     A replacement takes the weights of the last sync from the trainer. Whoever asks for one, from any thread, waits

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core import ConfigError, EngineDiedError, Link, RLHFError, UserError, WeightManifest, WeightSyncError
-from rlhf_core.weight_sync.transports.transport import give_up
+from rlhf_core.interfaces.rollout import PARTIAL_SYNCS
+from rlhf_core.weight_sync.transports.transport import release_sender
 
 from rlhf_launch.config.weight_sync import SyncOptions
 from rlhf_launch.workers.handles import gather
@@ -203,4 +204,4 @@ class WeightSync:
         while wait(sending, timeout=_RELEASE_S).not_done and time.monotonic() < give_up_at:
             if self._opened is not None:
                 with contextlib.suppress(RLHFError):
-                    give_up(self._opened)
+                    release_sender(self._opened)

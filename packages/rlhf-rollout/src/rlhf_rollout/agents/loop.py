@@ -10,8 +10,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlhf_core import (
+    DroppedSample,
     Environment,
-    Failed,
     GenerationRequest,
     Observation,
     Trajectory,
@@ -65,12 +65,12 @@ class AgentLoop:
         self._parse = parse_tool_calls or (lambda text: ())
         self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
-    async def run(self, tasks: Sequence[AgentTask]) -> list[Trajectory | Failed]:
+    async def run(self, tasks: Sequence[AgentTask]) -> list[Trajectory | DroppedSample]:
         """Episodes of all tasks, in order; those of one task are consecutive."""
         groups = await gather_or_cancel(self.run_group(task) for task in tasks)
         return [episode for group in groups for episode in group]
 
-    async def run_group(self, task: AgentTask) -> list[Trajectory | Failed]:
+    async def run_group(self, task: AgentTask) -> list[Trajectory | DroppedSample]:
         """Episodes of one task.
 
         Raises:
@@ -82,7 +82,7 @@ class AgentLoop:
         finally:
             first.close()
 
-    async def _episode(self, task: AgentTask, index: int, first: SharedFirstTurn) -> Trajectory | Failed:
+    async def _episode(self, task: AgentTask, index: int, first: SharedFirstTurn) -> Trajectory | DroppedSample:
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.max_episodes))
         async with room:
             episode = Episode(sample_id=f"{task.group_id}/{index}")
@@ -93,11 +93,11 @@ class AgentLoop:
                 if self._config.on_error == "stop":
                     raise EnvironmentFailed(f"sample {episode.sample_id!r}: {error}") from error
                 _log.warning("dropped sample %r: %s", episode.sample_id, error)
-                return Failed(sample_id=episode.sample_id, reason=str(error))
+                return DroppedSample(sample_id=episode.sample_id, reason=str(error))
             finally:
                 await self._close(environment)
         if not episode.token_ids:
-            return Failed(
+            return DroppedSample(
                 sample_id=episode.sample_id, reason="the environment's reset did not return in time, and no prompt"
             )
         return episode.trajectory(task.group_id, task.metadata, ending)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_core import (
     ConfigError,
-    Failed,
+    DroppedSample,
     RewardFunction,
     Score,
     Trajectory,
@@ -67,7 +67,7 @@ class CombinedReward:
         self._rewards = dict(rewards)
         self._weights = {name: float(weights.get(name, 1.0)) for name in rewards}
 
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | Failed]:
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | DroppedSample]:
         """See RewardFunction; the components of a part `a` appear as `a` and `a/<component>`.
 
         A sample that a part drops is dropped. Where a part raises, the others are ended and its error goes on.
@@ -83,12 +83,12 @@ class CombinedReward:
             if (close := getattr(reward, "close", None)) is not None:
                 close()
 
-    def _sum(self, parts: Mapping[str, Score | Failed]) -> Score | Failed:
+    def _sum(self, parts: Mapping[str, Score | DroppedSample]) -> Score | DroppedSample:
         value, components = 0.0, {}
         rewards: list[float] = []
         for name, part in parts.items():
-            if isinstance(part, Failed):
-                return Failed(sample_id=part.sample_id, reason=f"{name}: {part.reason}")
+            if isinstance(part, DroppedSample):
+                return DroppedSample(sample_id=part.sample_id, reason=f"{name}: {part.reason}")
             value += self._weights[name] * part.value
             components[name] = part.value
             components |= {f"{name}/{inner}": number for inner, number in part.components.items()}

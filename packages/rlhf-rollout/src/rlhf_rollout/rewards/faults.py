@@ -11,8 +11,8 @@ from typing import Literal
 
 from rlhf_core import (
     ConfigError,
+    DroppedSample,
     EngineDiedError,
-    Failed,
     RewardError,
     RewardFunction,
     Score,
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FaultPolicy:
-    """The three words of a configuration: `retry` is attempts > 1, `drop` or `stop` is what comes then."""
+class FailureHandling:
+    """What a failed reward costs: `attempts` tries, then a dropped sample or the end of the run."""
 
     attempts: int = 2
     """Times that a batch is tried; 1 does not retry."""
@@ -35,18 +35,19 @@ class FaultPolicy:
     then: Literal["drop", "stop"] = "stop"
     """`drop`: leave out the samples at fault and keep the others; `stop`: raise the error."""
     max_dropped_in_a_row: int = 256
-    """The run stops after so many drops without a score in between: then it is not the samples."""
+    """The run stops after so many drops without a score in between: the fault then
+    lies with the reward, not with the samples."""
     timeout_s: float | None = None
     """Deadline of an attempt, beside the reward's own. It ends coroutines, not a function that blocks."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.backoff_s < 0 or self.max_dropped_in_a_row < 1:
             raise ConfigError(
-                "reward policy: needs attempts >= 1, backoff_s >= 0 and max_dropped_in_a_row >= 1, got "
+                "reward on_failure: needs attempts >= 1, backoff_s >= 0 and max_dropped_in_a_row >= 1, got "
                 f"{self.attempts}, {self.backoff_s} and {self.max_dropped_in_a_row}"
             )
         if self.then not in ("drop", "stop"):
-            raise ConfigError(f"reward policy: then={self.then!r} is unknown; write drop or stop")
+            raise ConfigError(f"reward on_failure: then={self.then!r} is unknown; write drop or stop")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +58,12 @@ class FaultReport:
     """Calls of the reward that raised or returned something unusable."""
     dropped: int
     """Samples left out."""
-    latest: tuple[Failed, ...]
+    latest: tuple[DroppedSample, ...]
     """The last few of them."""
 
 
 class RobustReward:
-    """RewardFunction around another one, with a `FaultPolicy`.
+    """RewardFunction around another one that handles its failures.
 
     A batch that still fails after its attempts is cut up until the samples at fault are alone: those that the
     error names, or else by halves. The other samples keep their scores. Errors of the configuration and dead
@@ -70,26 +71,26 @@ class RobustReward:
     """
 
     def __init__(
-        self, reward: RewardFunction, policy: FaultPolicy | None = None, *, name: str | None = None
+        self, reward: RewardFunction, on_failure: FailureHandling | None = None, *, name: str | None = None
     ) -> None:
         self._reward = reward
-        self._policy = policy or FaultPolicy()
+        self._handling = on_failure or FailureHandling()
         self.name: str = name or getattr(reward, "name", type(reward).__name__)
         self._failed_attempts = self._dropped = self._dropped_in_a_row = 0
-        self._latest: deque[Failed] = deque(maxlen=16)
+        self._latest: deque[DroppedSample] = deque(maxlen=16)
 
     @property
     def report(self) -> FaultReport:
         """Counts since the start."""
         return FaultReport(failed_attempts=self._failed_attempts, dropped=self._dropped, latest=tuple(self._latest))
 
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | Failed]:
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | DroppedSample]:
         """See RewardFunction.
 
         Raises:
-            RewardError: the policy is to stop, or too many samples in a row were dropped.
+            RewardError: `then` is stop, or too many samples in a row were dropped.
         """
-        return await self._score(trajectories, texts, attempts=self._policy.attempts)
+        return await self._score(trajectories, texts, attempts=self._handling.attempts)
 
     def close(self) -> None:
         """Close the reward in it, if it can be closed."""
@@ -98,18 +99,18 @@ class RobustReward:
 
     async def _score(
         self, trajectories: Sequence[Trajectory], texts: Sequence[str], *, attempts: int
-    ) -> list[Score | Failed]:
+    ) -> list[Score | DroppedSample]:
         if not trajectories:
             return []
         try:
             return await self._attempt(trajectories, texts, attempts)
         except RewardError as error:
-            if self._policy.then == "stop":
+            if self._handling.then == "stop":
                 raise
             if len(trajectories) == 1:
                 return [self._drop(trajectories[0], error)]
             parts = _cut(trajectories, error)
-        outcomes: list[Score | Failed | None] = [None] * len(trajectories)
+        outcomes: list[Score | DroppedSample | None] = [None] * len(trajectories)
 
         async def rescore(part: Sequence[int]) -> None:
             found = await self._score([trajectories[i] for i in part], [texts[i] for i in part], attempts=1)
@@ -121,20 +122,20 @@ class RobustReward:
 
     async def _attempt(
         self, trajectories: Sequence[Trajectory], texts: Sequence[str], attempts: int
-    ) -> list[Score | Failed]:
+    ) -> list[Score | DroppedSample]:
         """The scores, from the first attempt that works."""
         for attempt in range(attempts - 1):
             try:
                 return await self._once(trajectories, texts)
             except RewardError as error:
                 _log.warning("attempt %d of %d: %s", attempt + 1, attempts, error)
-                await asyncio.sleep(self._policy.backoff_s * 2**attempt)
+                await asyncio.sleep(self._handling.backoff_s * 2**attempt)
         return await self._once(trajectories, texts)
 
-    async def _once(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | Failed]:
+    async def _once(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | DroppedSample]:
         try:
             call = self._reward.score(trajectories, texts)
-            scores = list(await asyncio.wait_for(call, self._policy.timeout_s))
+            scores = list(await asyncio.wait_for(call, self._handling.timeout_s))
             check_scores(scores, trajectories, source=self.name)
         except (UserError, EngineDiedError):
             raise
@@ -147,17 +148,17 @@ class RobustReward:
     def _as_reward_error(self, error: Exception) -> RewardError:
         if isinstance(error, RewardError):
             return error
-        if isinstance(error, TimeoutError) and self._policy.timeout_s is not None:
-            return RewardError(f"reward {self.name} did not return within {self._policy.timeout_s:g} s")
+        if isinstance(error, TimeoutError) and self._handling.timeout_s is not None:
+            return RewardError(f"reward {self.name} did not return within {self._handling.timeout_s:g} s")
         return RewardError(f"reward {self.name} raised {type(error).__name__}: {error}")
 
-    def _drop(self, trajectory: Trajectory, error: RewardError) -> Failed:
-        failed = Failed(sample_id=trajectory.sample_id, reason=str(error))
+    def _drop(self, trajectory: Trajectory, error: RewardError) -> DroppedSample:
+        failed = DroppedSample(sample_id=trajectory.sample_id, reason=str(error))
         self._dropped += 1
         self._dropped_in_a_row += 1
         self._latest.append(failed)
         _log.warning("dropped sample %r: %s", failed.sample_id, failed.reason)
-        if self._dropped_in_a_row >= self._policy.max_dropped_in_a_row:
+        if self._dropped_in_a_row >= self._handling.max_dropped_in_a_row:
             raise RewardError(
                 f"reward {self.name} failed for {self._dropped_in_a_row} samples in a row, so the run stops; the "
                 f"last was {failed.sample_id!r}: {failed.reason}"

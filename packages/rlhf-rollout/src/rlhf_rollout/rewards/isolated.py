@@ -25,7 +25,7 @@ START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessRewardConfig:
+class IsolatedRewardConfig:
     """A function and the processes that run it."""
 
     function: str
@@ -49,13 +49,13 @@ class ProcessRewardConfig:
             )
 
 
-class ProcessReward:
+class IsolatedReward:
     """RewardFunction like PythonReward, for functions that may hang, crash, or hold Python's lock.
 
     A worker is started when it is first needed, and again after it was killed or died.
     """
 
-    def __init__(self, config: ProcessRewardConfig, *, name: str | None = None) -> None:
+    def __init__(self, config: IsolatedRewardConfig, *, name: str | None = None) -> None:
         self.name: str = name or config.function
         self._config = config
         self._closed = False
@@ -187,7 +187,7 @@ class _Worker:
         self._process.wait()
 
 
-def _introduce(worker: _Worker, config: ProcessRewardConfig, name: str) -> frozenset[str]:
+def _introduce(worker: _Worker, config: IsolatedRewardConfig, name: str) -> frozenset[str]:
     """Have the worker import the function; returns the columns that it needs."""
     setup = {
         "prepare": config.prepare,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_rollout.rewards.faults import FaultPolicy
+from rlhf_rollout.rewards.faults import FailureHandling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,5 +16,5 @@ class Weighted:
 
     weight: float = 1.0
     """Factor of its score in the sum; 0 only logs it."""
-    policy: FaultPolicy | None = None
+    on_failure: FailureHandling | None = None
     """What happens when it fails; that of the whole reward if not given."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rlhf_core import RewardFunction
 
 from rlhf_rollout.rewards.function import PythonReward
-from rlhf_rollout.rewards.isolated import ProcessRewardConfig
+from rlhf_rollout.rewards.isolated import IsolatedRewardConfig
 from rlhf_rollout.rewards.kind import Weighted
 from rlhf_rollout.rewards.kinds.code import CodeReward, CodeRewardConfig
 from rlhf_rollout.rewards.kinds.environment import EnvironmentReward
@@ -44,7 +44,7 @@ class FunctionPart(Weighted):
         name = f"{name} ({self.function})"
         if self.isolated:
             return start_isolated(
-                ProcessRewardConfig(function=self.function, workers=self.workers, **settings), name
+                IsolatedRewardConfig(function=self.function, workers=self.workers, **settings), name
             )
         reward = PythonReward(self.function, name=name, **settings)
         return reward, reward.columns

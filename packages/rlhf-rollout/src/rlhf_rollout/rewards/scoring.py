@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlhf_core import Failed, RewardFunction, Score, Trajectory, check_scores, keep_scored
+from rlhf_core import DroppedSample, RewardFunction, Score, Trajectory, check_scores, keep_scored
 
 Decode = Callable[[Sequence[Trajectory]], Sequence[str]]
 """Trajectories to the texts of their responses."""
@@ -21,12 +21,12 @@ class ScoredGroup:
     trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...]
     """One per trajectory."""
-    failed: tuple[Failed, ...] = ()
-    """Samples that an environment or the reward's policy dropped; they are not among the trajectories."""
+    failed: tuple[DroppedSample, ...] = ()
+    """Samples that an environment or the reward's failure handling dropped; they are not among the trajectories."""
 
 
 async def score_as_finished(
-    groups: Iterable[Awaitable[Sequence[Trajectory | Failed]]],
+    groups: Iterable[Awaitable[Sequence[Trajectory | DroppedSample]]],
     reward: RewardFunction,
     decode: Decode,
     *,
@@ -44,7 +44,7 @@ async def score_as_finished(
     """
     room = asyncio.Semaphore(max_batches)
 
-    async def run(index: int, group: Awaitable[Sequence[Trajectory | Failed]]) -> ScoredGroup:
+    async def run(index: int, group: Awaitable[Sequence[Trajectory | DroppedSample]]) -> ScoredGroup:
         samples = await group
         trajectories = [sample for sample in samples if isinstance(sample, Trajectory)]
         async with room:
@@ -52,7 +52,7 @@ async def score_as_finished(
             scores = await reward.score(trajectories, texts)
         check_scores(scores, trajectories, source=getattr(reward, "name", type(reward).__name__))
         kept, values, failed = keep_scored(trajectories, scores)
-        lost = [sample for sample in samples if isinstance(sample, Failed)]
+        lost = [sample for sample in samples if isinstance(sample, DroppedSample)]
         return ScoredGroup(index=index, trajectories=tuple(kept), scores=tuple(values), failed=(*lost, *failed))
 
     tasks = [asyncio.ensure_future(run(index, group)) for index, group in enumerate(groups)]

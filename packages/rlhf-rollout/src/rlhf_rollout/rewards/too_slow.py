@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core import Failed, RewardError, RewardFunction, Score, Trajectory
+from rlhf_core import DroppedSample, RewardError, RewardFunction, Score, Trajectory
 
 from rlhf_rollout.concurrency import gather_or_cancel
 
@@ -26,7 +26,7 @@ class ZeroIfTooSlow:
         self.name = name
         self._reward = reward
 
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | Failed]:
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | DroppedSample]:
         """See RewardFunction."""
         try:
             scores = await self._reward.score(trajectories, texts)
@@ -43,7 +43,7 @@ class ZeroIfTooSlow:
             close()
 
 
-def _in_time(score: Score | Failed) -> Score | Failed:
-    if isinstance(score, Failed):
+def _in_time(score: Score | DroppedSample) -> Score | DroppedSample:
+    if isinstance(score, DroppedSample):
         return score
     return Score(value=score.value, components={**score.components, "too_slow": 0.0}, rewards=score.rewards)

@@ -18,7 +18,7 @@ from rlhf_core import (
 )
 from rlhf_core.testing.rollout_sampling import SamplingChecks
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.backends.openai.backend import RemoteBackend
+from rlhf_rollout.backends.openai.backend import OpenAIBackend
 from rlhf_rollout.backends.transformers.backend import TransformersBackend
 from rlhf_rollout.gateway.app import Gateway, GatewayConfig
 
@@ -46,7 +46,7 @@ class TestThroughTheGateway(SamplingChecks):
             }
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("GATEWAY_KEY", "secret")
-                return RemoteBackend(RolloutConfig(model="any", max_model_len=cls.max_model_len, options=options))
+                return OpenAIBackend(RolloutConfig(model="any", max_model_len=cls.max_model_len, options=options))
 
         yield start
         for part in started:
@@ -108,7 +108,7 @@ def serve():
             model="m",
             options={"base_url": f"http://127.0.0.1:{server.server_port}/v1", "retries": 0, **options},
         )
-        backend = RemoteBackend(config)
+        backend = OpenAIBackend(config)
         servers.append((server, backend, stalled))
         return backend, asked
 
@@ -197,7 +197,7 @@ def test_a_stalling_server_meets_the_deadline(serve):
 
 def test_no_server_a_wrong_model_and_wrong_options_are_configuration_errors(serve):
     def start(**options):
-        RemoteBackend(RolloutConfig(model="m", options=options))
+        OpenAIBackend(RolloutConfig(model="m", options=options))
 
     with pytest.raises(ConfigError, match="does not list its models"):
         start(base_url="http://127.0.0.1:9/v1", retries=0)

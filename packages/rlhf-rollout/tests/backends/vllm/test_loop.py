@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rlhf_core import CapabilityError, EngineDiedError, StaleWeightsError
-from rlhf_rollout.backends.vllm.loop import EngineLoop
+from rlhf_rollout.backends.vllm.loop import VLLMLoop
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.loop = EngineLoop(lambda: self.engine, lambda engine: engine.shut_down())  # type: ignore
+        self.loop = VLLMLoop(lambda: self.engine, lambda engine: engine.shut_down())  # type: ignore
 
     def ask(self, tokens: int, prompt: tuple[int, ...] = (1, 2)) -> Future[Any]:
         return self.loop.generate({"prompt_token_ids": list(prompt)}, tokens)  # type: ignore[arg-type]
@@ -237,4 +237,4 @@ def test_an_engine_that_does_not_start_raises_in_the_constructor() -> None:
         raise MemoryError("too large")
 
     with pytest.raises(MemoryError, match="too large"):
-        EngineLoop(build, lambda engine: None)
+        VLLMLoop(build, lambda engine: None)

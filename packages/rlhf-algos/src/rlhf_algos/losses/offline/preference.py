@@ -99,7 +99,7 @@ def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
     Metrics: preference_loss, accuracy, margin, rewards_chosen, rewards_rejected (beta h), log_probs_chosen,
     log_probs_rejected, sft_loss.
     """
-    log_ratio = log_ratios(outputs, batch, config)
+    log_ratio = reference_log_ratios(outputs, batch, config)
     chosen, rejected = split_pairs(log_ratio, batch)
     settings = PairLossSettings(
         beta=config.beta,
@@ -123,7 +123,7 @@ def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
     return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
 
 
-def log_ratios(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> Float[Tensor, " rows"]:
+def reference_log_ratios(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> Float[Tensor, " rows"]:
     """log(policy / reference) of each response, per token if `length_normalized`."""
     mean = config.length_normalized
     policy = response_log_probs(outputs, batch, mean=mean)

@@ -67,7 +67,7 @@ def bradley_terry(outputs: ModelOutputs, batch: Batch, config: RewardLossConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessRewardConfig:
+class ProcessRewardLossConfig:
     """Configuration of `process_reward`."""
 
     supervision: Literal["process", "outcome"] = "process"
@@ -105,7 +105,7 @@ class ProcessRewardConfig:
         return "policy" if self.label_tokens else "reward"
 
 
-def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardConfig) -> LossTerms:
+def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardLossConfig) -> LossTerms:
     """Binary cross-entropy of each step's value against its label (Lightman et al. 2023; Wang et al. 2024).
 
     Needs `values` (a scalar head), or with `config.label_tokens` `candidate_log_probs` of the two label tokens,
@@ -130,14 +130,14 @@ def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardCon
     return LossTerms(total=masked_sum(losses, mask), weight=mask.sum().float(), metrics=metrics)
 
 
-def _check_outputs(outputs: ModelOutputs, config: ProcessRewardConfig) -> None:
+def _check_outputs(outputs: ModelOutputs, config: ProcessRewardLossConfig) -> None:
     (name,) = config.outputs
     if getattr(outputs, name) is None:
         raise ConfigError(f"process_reward needs {name}; use Loss(..., outputs=({name!r},))")
 
 
 def _step_log_probs(
-    outputs: ModelOutputs, mask: Bool[Tensor, "rows length"], config: ProcessRewardConfig
+    outputs: ModelOutputs, mask: Bool[Tensor, "rows length"], config: ProcessRewardLossConfig
 ) -> tuple[Float[Tensor, "rows length"], Float[Tensor, "rows length"]]:
     """Log-probs that each step is right and wrong."""
     if not config.label_tokens:

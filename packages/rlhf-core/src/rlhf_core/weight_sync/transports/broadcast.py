@@ -20,8 +20,8 @@ from rlhf_core.weight_sync.transports.rendezvous import (
     accept,
     ask,
     await_receivers,
-    give_up,
     reach,
+    release_sender,
 )
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
 
@@ -46,9 +46,9 @@ class GroupTransport:
         return GroupReceiver(link, rank, device, board)
 
     @staticmethod
-    def give_up(link: Link) -> None:
-        """See rlhf_core.weight_sync.transports.transport.give_up."""
-        give_up(reach(link, 0), link)
+    def release_sender(link: Link) -> None:
+        """See rlhf_core.weight_sync.transports.transport.release_sender."""
+        release_sender(reach(link, 0), link)
 
 
 def _process_group(link: Link, group_rank: int, board: StoreBoard, device: torch.device) -> Any:

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from rlhf_core.errors import DeadlineExceeded, WeightSyncError
 from rlhf_core.weight_sync.manifest import Bucket
-from rlhf_core.weight_sync.transports.rendezvous import LEFT, DirectoryBoard, accept, ask, await_receivers, give_up
+from rlhf_core.weight_sync.transports.rendezvous import (
+    LEFT,
+    DirectoryBoard,
+    accept,
+    ask,
+    await_receivers,
+    release_sender,
+)
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
 
 DIRECTORY_VARIABLE = "RLHF_WEIGHTS_DIRECTORY"
@@ -72,10 +79,10 @@ class DiskTransport:
         return DiskReceiver(link, rank, board)
 
     @staticmethod
-    def give_up(link: Link) -> None:
-        """See rlhf_core.weight_sync.transports.transport.give_up."""
+    def release_sender(link: Link) -> None:
+        """See rlhf_core.weight_sync.transports.transport.release_sender."""
         if Path(link.address).is_dir():
-            give_up(DirectoryBoard(Path(link.address)), link)
+            release_sender(DirectoryBoard(Path(link.address)), link)
 
 
 class DiskSender:

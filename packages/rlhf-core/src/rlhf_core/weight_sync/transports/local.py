@@ -141,9 +141,9 @@ class _Sending:
     link: Link
 
     def wait(self) -> None:
-        handover, give_up = self.handover, time.monotonic() + self.link.timeout_s
+        handover, deadline = self.handover, time.monotonic() + self.link.timeout_s
         with handover.changed:
-            handover.changed.wait_for(lambda: handover.left <= 0 or handover.refusal, give_up - time.monotonic())
+            handover.changed.wait_for(lambda: handover.left <= 0 or handover.refusal, deadline - time.monotonic())
             if handover.refusal:
                 raise WeightSyncError(f"a local receiver left in the middle of a sync: {handover.refusal}")
             if handover.left > 0:

@@ -24,8 +24,8 @@ from rlhf_core.weight_sync.transports.rendezvous import (
     accept,
     ask,
     await_receivers,
-    give_up,
     reach,
+    release_sender,
 )
 from rlhf_core.weight_sync.transports.shared_memory import file_segment, map_file
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
@@ -52,9 +52,9 @@ class MappedTransport:
         return MappedReceiver(link, rank, device, board)
 
     @staticmethod
-    def give_up(link: Link) -> None:
-        """See rlhf_core.weight_sync.transports.transport.give_up."""
-        give_up(reach(link, 0), link)
+    def release_sender(link: Link) -> None:
+        """See rlhf_core.weight_sync.transports.transport.release_sender."""
+        release_sender(reach(link, 0), link)
 
 
 class MappedSender:

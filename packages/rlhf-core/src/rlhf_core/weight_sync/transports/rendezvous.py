@@ -120,9 +120,9 @@ class DirectoryBoard:
     def read(self, keys: Sequence[str], *, timeout_s: float, what: str) -> list[bytes]:
         """See Board."""
         paths = [self.directory / key.replace("/", ".") for key in keys]
-        give_up, pause = time.monotonic() + timeout_s, _POLL_S[0]
+        deadline, pause = time.monotonic() + timeout_s, _POLL_S[0]
         while missing := [key for key, path in zip(keys, paths, strict=True) if not path.exists()]:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise _late(timeout_s, what, missing)
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
@@ -133,11 +133,11 @@ class DirectoryBoard:
 
     def await_file(self, name: str, *, timeout_s: float, what: str, root: Path) -> None:
         """Block until a file of the directory is there; `root` vanishes when the sender closes."""
-        give_up, pause = time.monotonic() + timeout_s, _POLL_S[0]
+        deadline, pause = time.monotonic() + timeout_s, _POLL_S[0]
         while not (self.directory / name).exists():
             if not root.exists():
                 raise WeightSyncError(f"the sender closed the weight link at {root} in the middle of a sync")
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise _late(timeout_s, what, [name])
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
@@ -194,7 +194,7 @@ def _answers(board: Board, link: Any, note: str, what: str) -> list[bytes]:
     return answers
 
 
-def give_up(board: Board, link: Any) -> None:
+def release_sender(board: Board, link: Any) -> None:
     """Answer in the receivers' place what the sender waits for (see `Transport`)."""
     if (note := board.seen(_AWAITED)) is not None:
         for rank in range(link.receivers):

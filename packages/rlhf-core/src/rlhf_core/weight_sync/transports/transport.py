@@ -13,7 +13,8 @@ A link carries any number of syncs, one after the other. After a failure it is n
 
 Other kinds are found in the entry-point group `rlhf.weight_transports`, or by a `module:Class` path. The class has
 `open(kind, *, receivers, host, device, timeout_s)`, which returns a Sender, and `join(link, rank, device)`, which
-returns a Receiver, and may have `give_up(link)`; `rlhf_core.testing.transport` has the checks that it must pass.
+returns a Receiver, and may have `release_sender(link)`; `rlhf_core.testing.transport` has the checks that it must
+pass.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def join(link: Link, rank: int, *, device: torch.device | str = "cpu") -> Receiv
     return _transport(link.kind).join(link, rank, torch.device(device))
 
 
-def give_up(link: Link) -> None:
+def release_sender(link: Link) -> None:
     """Let the sender of a link fail now, instead of at its deadline, if it waits for receivers.
 
     For one who knows that a receiver is gone, from any process that could join the link. A sender that does not
@@ -163,7 +164,7 @@ def give_up(link: Link) -> None:
     Raises:
         RLHFError: the sender cannot be reached.
     """
-    release = getattr(_transport(link.kind), "give_up", None)
+    release = getattr(_transport(link.kind), "release_sender", None)
     if release is not None:
         release(link)
 

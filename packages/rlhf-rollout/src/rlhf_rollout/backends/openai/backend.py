@@ -34,7 +34,7 @@ from rlhf_rollout.backends.openai.completions import completion_arguments, compl
 from rlhf_rollout.backends.openai.options import read_options
 
 
-class RemoteBackend:
+class OpenAIBackend:
     """RolloutBackend over a server's completions API. `config.options` are the fields of `RemoteOptions`.
 
     Raises:

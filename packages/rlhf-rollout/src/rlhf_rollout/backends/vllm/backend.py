@@ -28,7 +28,7 @@ from rlhf_core import (
 )
 
 from rlhf_rollout.backends.vllm.engine import build_engine, shut_down_engine, steps_in_flight
-from rlhf_rollout.backends.vllm.loop import EngineLoop
+from rlhf_rollout.backends.vllm.loop import VLLMLoop
 from rlhf_rollout.backends.vllm.options import engine_arguments, prepare_process, process_environment, worker_count
 from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
 from rlhf_rollout.backends.vllm.weights import EngineWeights
@@ -65,7 +65,7 @@ class VLLMBackend:
         watch = WorkerWatch()
         from vllm.exceptions import VLLMClientError
 
-        self._loop = EngineLoop(
+        self._loop = VLLMLoop(
             # Bound to nothing of this object, which is to be collected while the thread still runs.
             lambda: _start(arguments, watch),
             shut_down_engine,

@@ -29,7 +29,7 @@ class _Command:
     done: Future[Any]
 
 
-class EngineLoop:
+class VLLMLoop:
     """Runs an engine on a thread of its own. The public methods may be called from any thread.
 
     Args:

@@ -14,7 +14,7 @@ from rlhf_core import (
     check_base,
 )
 
-from rlhf_rollout.backends.vllm.loop import EngineLoop
+from rlhf_rollout.backends.vllm.loop import VLLMLoop
 from rlhf_rollout.backends.vllm.workers import on_workers
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EngineWeights:
         """Sleep has dropped the weights."""
         self._base, self._dropped = None, True
 
-    def check_present(self, engine: LLMEngine, loop: EngineLoop) -> None:
+    def check_present(self, engine: LLMEngine, loop: VLLMLoop) -> None:
         """Refuse requests while weights that sleep dropped have not come again."""
         if self._dropped:
             loop.refuse(engine, StaleWeightsError("weights were dropped by sleep and not sent since; sync first"))
@@ -71,7 +71,7 @@ class EngineWeights:
             raise (DeadlineExceeded if kind == "DeadlineExceeded" else WeightSyncError)(message)
         self._link = link
 
-    def receive(self, engine: LLMEngine, loop: EngineLoop, manifest: WeightManifest) -> None:
+    def receive(self, engine: LLMEngine, loop: VLLMLoop, manifest: WeightManifest) -> None:
         """Take weights or an adapter, and drop all that was computed with the old ones.
 
         Raises:
@@ -130,6 +130,6 @@ class EngineWeights:
             self._base = manifest.version
         return failure
 
-    def _refuse(self, engine: LLMEngine, loop: EngineLoop, problem: str) -> None:
+    def _refuse(self, engine: LLMEngine, loop: VLLMLoop, problem: str) -> None:
         self._stale = True
         loop.refuse(engine, StaleWeightsError(f"{problem}; sampling goes on after the next complete sync"))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rlhf_core import ConfigError, RewardFunction
 
 from rlhf_rollout.rewards.function import PythonReward
-from rlhf_rollout.rewards.isolated import ProcessReward, ProcessRewardConfig
+from rlhf_rollout.rewards.isolated import IsolatedReward, IsolatedRewardConfig
 from rlhf_rollout.rewards.kind import Weighted
 from rlhf_rollout.rewards.kinds.math import check_math_verify
 from rlhf_rollout.rewards.kinds.text import compile_pattern
@@ -132,14 +132,14 @@ def _rule(
         reward = PythonReward(function, name=name, **settings)
         return reward, reward.columns
     prepare = "rlhf_rollout.rewards.kinds.math:load_math_verify" if isinstance(part, MathPart) else None
-    config = ProcessRewardConfig(function=function, workers=part.workers, prepare=prepare, **settings)
+    config = IsolatedRewardConfig(function=function, workers=part.workers, prepare=prepare, **settings)
     isolated, needed = start_isolated(config, name)
     return ZeroIfTooSlow(isolated, name=name), needed
 
 
-def start_isolated(config: ProcessRewardConfig, name: str) -> tuple[RewardFunction, frozenset[str]]:
+def start_isolated(config: IsolatedRewardConfig, name: str) -> tuple[RewardFunction, frozenset[str]]:
     """The reward with a worker that has imported its function, and the columns that it needs."""
-    reward = ProcessReward(config, name=name)
+    reward = IsolatedReward(config, name=name)
     try:
         return reward, reward.check()
     except BaseException:

@@ -25,7 +25,7 @@ def format_match(completion: str, *, pattern: str, whole: bool = True, **columns
         whole: match all of the completion; False looks for the pattern anywhere in it.
         columns: the data's other columns, not used.
 
-    Patterns that backtrack without end are cut off by the reward's deadline only in a `ProcessReward`.
+    Patterns that backtrack without end are cut off by the reward's deadline only in a `IsolatedReward`.
 
     >>> form = "<think>.*</think>.*"
     >>> format_match("<think>6 * 7</think> 42", pattern=form), format_match("42", pattern=form)
