@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlhf_launch.cli.errors import run_command
+
 doctor = typer.Typer(no_args_is_help=True, help="Checks that start the engines of a configuration.")
 
 
@@ -25,7 +27,6 @@ def mismatch(
     ] = None,
 ) -> None:
     """Compare the log-probs of the sampler with those of the trainer and say where a difference comes from."""
-    from rlhf_launch.cli.main import run_command
 
     def work() -> None:
         from rlhf_algos.config.loader import load_config

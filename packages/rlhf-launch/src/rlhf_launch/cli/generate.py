@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_launch.cli.errors import run_command
+
 
 def generate(
     config: Annotated[
@@ -32,8 +34,6 @@ def generate(
 
     Run it again after an interruption: it goes on where it stopped.
     """
-    from rlhf_launch.cli.main import run_command
-
     flags: dict[str, Any] = {
         "model.policy": model,
         "data.prompts": prompts,

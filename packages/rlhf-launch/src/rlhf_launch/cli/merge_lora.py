@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlhf_launch.cli.errors import run_command
+
 
 def merge_lora(
     adapter: Annotated[Path, typer.Argument(help="Directory that peft wrote, or an export of a run with lora.")],
@@ -24,7 +26,6 @@ def merge_lora(
     ] = False,
 ) -> None:
     """Merge ADAPTER into its model and write a Transformers directory, tokenizer included."""
-    from rlhf_launch.cli.main import run_command
 
     def work() -> None:
         from rlhf_train.weights.merge_adapter import MergeConfig, merge_adapter

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlhf_launch.cli.errors import run_command
+
 
 def offline(
     method: Annotated[str, typer.Argument(help="sft, rm, prm, dpo, simpo, cpo, orpo, kto, distill, module:METHOD")],
@@ -20,7 +22,6 @@ def offline(
     ] = False,
 ) -> None:
     """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
-    from rlhf_launch.cli.main import run_command
 
     def work() -> None:
         from rlhf_algos.config.loader import dump_config, load_config

@@ -1,0 +1,43 @@
+"""How a command ends: errors become one message and an exit code, and libraries keep quiet."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import typer
+from rlhf_core import RLHFError, UserError
+
+
+def run_command(work: Callable[[], None]) -> None:
+    """Run a command's work; errors that a person can correct end in one message and exit code 2."""
+    quiet_libraries()
+    try:
+        work()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
+    except RLHFError as error:
+        if os.environ.get("RLHF_TRACEBACK"):
+            raise
+        typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+        for note in getattr(error, "__notes__", []):
+            typer.echo(note, err=True)
+        typer.echo("(RLHF_TRACEBACK=1 shows the traceback)", err=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise SystemExit(130) from None
+
+
+def quiet_libraries() -> None:
+    """Show warnings of libraries only, unless RLHF_LOG asks for more."""
+    level = os.environ.get("RLHF_LOG", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    # DeepSpeed says so whenever it is imported on a machine without GPU; the run's own lines say it already.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
