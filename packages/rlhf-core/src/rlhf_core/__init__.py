@@ -28,6 +28,7 @@ from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, Rollout
 from rlhf_core.interfaces.training import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
 from rlhf_core.model.forward import model_outputs
 from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
+from rlhf_core.options import config_from, did_you_mean, nearest
 from rlhf_core.plugins import ROLLOUT_BACKENDS, TRAIN_ENGINES, load_object, load_plugin, plugin_names
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.learning_rate import learning_rate
@@ -111,7 +112,9 @@ __all__ = [
     "check_scores",
     "chunked_log_probs",
     "collate",
+    "config_from",
     "copy_into",
+    "did_you_mean",
     "entropy_from_logits",
     "join",
     "keep_scored",
@@ -124,6 +127,7 @@ __all__ = [
     "mean_of",
     "merge_metrics",
     "model_outputs",
+    "nearest",
     "open_sender",
     "pad_rows",
     "plugin_names",

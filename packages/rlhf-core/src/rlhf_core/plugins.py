@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -10,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rlhf_core.errors import PluginError
+from rlhf_core.options import did_you_mean, nearest
 
 ROLLOUT_BACKENDS = "rlhf.rollout_backends"
 TRAIN_ENGINES = "rlhf.train_engines"
@@ -31,11 +31,10 @@ def load_plugin(group: str, name: str) -> Any:
     found = [entry for entry in entry_points(group=group) if entry.name == name]
     if not found:
         known = plugin_names(group)
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise PluginError(
-            f"no {name!r} in the entry-point group {group!r}: {hint}installed are {', '.join(known) or 'none'}; "
-            "install the package that registers it, or give a 'module:attribute' path"
+            f"no {name!r} in the entry-point group {group!r}: {did_you_mean(name, known)}installed are "
+            f"{', '.join(known) or 'none'}; install the package that registers it, "
+            "or give a 'module:attribute' path"
         )
     try:
         return found[0].load()
@@ -65,8 +64,8 @@ def load_object(path: str, *, what: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(value, part):
             public = [name for name in vars(value) if not name.startswith("_")]
-            close = difflib.get_close_matches(part, public, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            close = nearest(part, public)
+            hint = f"; did you mean {close!r}?" if close else ""
             raise PluginError(f"{what}: {module_name!r} has no attribute {part!r}{hint}")
         value = getattr(value, part)
     return value

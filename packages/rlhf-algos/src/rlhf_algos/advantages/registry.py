@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtyping import Float, Int
-from rlhf_core import Batch, ConfigError, load_object
+from rlhf_core import Batch, ConfigError, did_you_mean, load_object
 from torch import Tensor
 
 from rlhf_algos.advantages.groups import grpo_advantages, opo_advantages, remax_advantages, rloo_advantages
@@ -61,10 +60,8 @@ def estimator(name: str) -> Estimator:
     if ":" in name:
         return load_object(name, what="advantage estimator")
     if name not in ESTIMATORS:
-        close = difflib.get_close_matches(name, ESTIMATORS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"advantage estimator: {name!r} is unknown; {hint}write one of {', '.join(sorted(ESTIMATORS))}, or "
-            "'module:function'"
+            f"advantage estimator: {name!r} is unknown; {did_you_mean(name, ESTIMATORS)}write one of "
+            f"{', '.join(sorted(ESTIMATORS))}, or 'module:function'"
         )
     return ESTIMATORS[name]

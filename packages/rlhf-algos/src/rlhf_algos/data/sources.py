@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import ConfigError, DataError
+from rlhf_core import ConfigError, DataError, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +114,7 @@ def read_rows(
 
 def _missing(row: Row, column: str, source: DataSource) -> str:
     theirs = source.columns.get(column, column)
-    close = difflib.get_close_matches(theirs, row.values, n=1)
-    other = close[0] if close else next(iter(row.values), "its_name")
+    other = nearest(theirs, row.values) or next(iter(row.values), "its_name")
     return (
         f"{row.place} has no column {theirs!r}; found {', '.join(map(repr, row.values)) or 'none'}. "
         f"If it has another name, write columns: {{{column}: {other}}}"

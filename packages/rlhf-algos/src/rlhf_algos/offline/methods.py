@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
 import torch
-from rlhf_core import Batch, ConfigError, Loss, Role, load_object
+from rlhf_core import Batch, ConfigError, Loss, Role, did_you_mean, load_object
 from rlhf_core.interfaces.loss import LossFunction
 from torch import Tensor
 
@@ -165,10 +164,9 @@ def find_method(name: str) -> Method:
             raise ConfigError(f"method {name!r} is a {type(found).__name__}; write a rlhf_algos.Method")
         return found
     if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"method {name!r} is unknown; {hint}write one of {', '.join(sorted(METHODS))}, or module:attribute"
+            f"method {name!r} is unknown; {did_you_mean(name, METHODS)}write one of {', '.join(sorted(METHODS))}, "
+            "or module:attribute"
         )
     return METHODS[name]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core import ConfigError
+from rlhf_core import ConfigError, config_from, did_you_mean
 
 from rlhf_algos.advantages.reward_shaping import RewardShaping
-from rlhf_algos.config.options import from_options
 from rlhf_algos.recipes.policy_recipe import PolicyRecipe
 from rlhf_algos.recipes.recipes import GRPO, PPO
 
@@ -69,9 +67,10 @@ def make_recipe(name: str, options: Mapping[str, Any] | None = None) -> PolicyRe
         ConfigError: an unknown name or field; the nearest known one is given.
     """
     if name not in NAMED_RECIPES:
-        close = difflib.get_close_matches(name, NAMED_RECIPES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"algorithm: {name!r} is unknown; {hint}write one of {', '.join(sorted(NAMED_RECIPES))}")
+        raise ConfigError(
+            f"algorithm: {name!r} is unknown; {did_you_mean(name, NAMED_RECIPES)}write one of "
+            f"{', '.join(sorted(NAMED_RECIPES))}"
+        )
     kind, preset = NAMED_RECIPES[name]
     merged: dict[str, Any] = dict(preset)
     for key, value in (options or {}).items():
@@ -82,5 +81,5 @@ def make_recipe(name: str, options: Mapping[str, Any] | None = None) -> PolicyRe
     if "loss" in (options or {}) and "loss_options" not in (options or {}):
         merged.pop("loss_options", None)
     if isinstance(merged.get("shaping"), Mapping):
-        merged["shaping"] = from_options(RewardShaping, merged["shaping"], what=f"{name}.shaping")
-    return from_options(kind, merged, what=f"algorithm {name!r}")
+        merged["shaping"] = config_from(RewardShaping, merged["shaping"], what=f"{name}.shaping")
+    return config_from(kind, merged, what=f"algorithm {name!r}")

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Float, Int
-from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
+from rlhf_core import Batch, ConfigError, Loss, Mean, config_from, mean_of
 from torch import Tensor
 
 from rlhf_algos.advantages.groups import group_statistics
 from rlhf_algos.advantages.registry import estimator
 from rlhf_algos.advantages.returns import discounted_returns, gae, spread, whiten
 from rlhf_algos.advantages.reward_shaping import place_scores, shape_scores, token_rewards
-from rlhf_algos.config.options import from_options
 from rlhf_algos.kl import KLEstimator
 from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
 from rlhf_algos.recipes.policy_recipe import (
@@ -130,7 +129,7 @@ class PPO(PolicyRecipe):
 
     def value_loss(self) -> Loss | None:
         """See Recipe."""
-        config = from_options(ValueLossConfig, self.value_loss_options, what="value_loss_options")
+        config = config_from(ValueLossConfig, self.value_loss_options, what="value_loss_options")
         return Loss(function=value_clip, config=config, outputs=("values",))
 
     def prepare(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_core import ConfigError, EngineConfig, LoraConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig, config_from
 from rlhf_core.adapters.lora import FourBit
 
 Stage = Literal[0, 1, 2, 3]
@@ -123,28 +122,17 @@ class ZeroConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ZeroConfig:
-        """Read the mapping; an unknown key is a ConfigError that gives the nearest known one."""
-        check_keys(cls, options, what="the deepspeed engine has no option")
+        """The configuration that `EngineConfig.options` describe.
+
+        Raises:
+            ConfigError: an unknown key, for which the nearest known one is given, or a value that is refused.
+        """
         given = dict(options)
-        if isinstance(freeze := given.get("freeze"), (str, list)):
-            given["freeze"] = (freeze,) if isinstance(freeze, str) else tuple(freeze)
+        if isinstance(freeze := given.get("freeze"), str):
+            given["freeze"] = (freeze,)
         if isinstance(lora := given.get("lora"), Mapping):
-            check_keys(LoraConfig, lora, what="the option lora has no key")
-            targets = lora.get("target_modules", "all-linear")
-            given["lora"] = LoraConfig(
-                **{**lora, "target_modules": targets if isinstance(targets, str) else tuple(targets)}
-            )
-        return cls(**given)
-
-
-def check_keys(cls: type, given: Mapping[str, Any], *, what: str) -> None:
-    """Refuse a key that is no field of the dataclass `cls`, and name the nearest."""
-    known = [item.name for item in fields(cls)]
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{what} {key!r}: {hint}known are {', '.join(sorted(known))}")
+            given["lora"] = config_from(LoraConfig, lora, what="the option lora")
+        return config_from(cls, given, what="the deepspeed engine")
 
 
 def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core import ConfigError, Loss, load_object
+from rlhf_core import ConfigError, Loss, config_from, did_you_mean, load_object
 from rlhf_core.interfaces.loss import LossFunction
 
-from rlhf_algos.config.options import from_options
 from rlhf_algos.losses.online.clipped import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
@@ -50,14 +48,12 @@ def make_policy_loss(name: str, options: Mapping[str, Any], *, report_entropy: b
         outputs = tuple(getattr(function, "outputs", ("log_probs",)))
     else:
         if name not in POLICY_LOSSES:
-            close = difflib.get_close_matches(name, POLICY_LOSSES, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
-                f"policy loss: {name!r} is unknown; {hint}write one of {', '.join(sorted(POLICY_LOSSES))}, or "
-                "'module:function'"
+                f"policy loss: {name!r} is unknown; {did_you_mean(name, POLICY_LOSSES)}write one of "
+                f"{', '.join(sorted(POLICY_LOSSES))}, or 'module:function'"
             )
         function, kind = POLICY_LOSSES[name]
-        config = from_options(kind, options, what=f"policy loss {name!r}")
+        config = config_from(kind, options, what=f"policy loss {name!r}")
         outputs = config.outputs
     if report_entropy and "entropy" not in outputs:
         outputs = (*outputs, "entropy")
