@@ -3,7 +3,7 @@
 import sys
 
 # The modules that compute with tensors. Others name Protocols, which cannot be checked at run time.
-WITH_SHAPES = ["batch", "log_probs", "loss", "masking", "packing"]
+WITH_SHAPES = ["data.batch", "data.masking", "interfaces.loss", "model.log_probs", "model.packing"]
 
 if "rlhf_core" not in sys.modules:
     from jaxtyping import install_import_hook

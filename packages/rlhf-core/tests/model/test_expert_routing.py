@@ -3,8 +3,8 @@
 import pytest
 import torch
 from rlhf_core import Batch, CapabilityError, model_outputs
+from rlhf_core.model.enable_packing import enable_packing
 from rlhf_core.model.expert_routing import NO_CHOICE, Routers, to_rows, to_tokens
-from rlhf_core.model.packed_attention import enable_packing
 from rlhf_core.training.accumulation import score_in_micro_batches
 
 SHAPE = {

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf_core.data.batch import Batch
+from rlhf_core.model.enable_packing import enable_packing
 from rlhf_core.model.forward import model_outputs, top_k_log_probs
-from rlhf_core.model.packed_attention import NAME, enable_packing, has_dropout, is_packing
+from rlhf_core.model.packed_attention import NAME, has_dropout, is_packing
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,7 +149,7 @@ def test_models_that_cannot_be_packed_run_padded(kind, changes):
 
 
 def test_a_model_whose_trial_fails_is_left_as_it_was(monkeypatch):
-    import rlhf_core.model.packed_attention as module
+    import rlhf_core.model.enable_packing as module
 
     model = causal("Qwen2")
     monkeypatch.setattr(module, "_trial", lambda model: False)
@@ -211,7 +212,7 @@ def test_candidates_and_the_top_k_of_a_teacher():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_kernel_whose_trial_fails_gives_way_to_the_next(monkeypatch):
-    import rlhf_core.model.packed_attention as module
+    import rlhf_core.model.enable_packing as module
     from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, block_segments
 
     def broken(*_, **__):

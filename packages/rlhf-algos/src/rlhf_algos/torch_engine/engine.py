@@ -24,7 +24,7 @@ from rlhf_core import (
     score_in_micro_batches,
 )
 from rlhf_core.adapters.files import FOLDER, adapter_parameters, write_adapter
-from rlhf_core.model.packed_attention import enable_packing
+from rlhf_core.model.enable_packing import enable_packing
 from rlhf_core.training.micro_batches import TokenBudget
 from rlhf_core.training.random_state import RandomState
 
