@@ -28,7 +28,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from rlhf_algos.config.loader import from_mapping
+from rlhf_algos import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import RunConfig

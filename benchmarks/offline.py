@@ -130,10 +130,7 @@ def make_model(directory: Path, pairs: list[dict[str, Any]], shape: str, method:
 
 def run_ours(arguments: argparse.Namespace, work: Path, *, packing: bool) -> dict[str, Any]:
     """Train with rlhf-algos."""
-    from rlhf_algos.data.encoding import LengthLimit
-    from rlhf_algos.data.sources import DataSource
-    from rlhf_algos.offline.config import LearningConfig, OfflineConfig, RunConfig
-    from rlhf_algos.offline.loop import train
+    from rlhf_algos import DataSource, LearningConfig, LengthLimit, OfflineConfig, RunConfig, train
 
     config = OfflineConfig(
         method=arguments.methods[0],
@@ -247,9 +244,9 @@ def worker(arguments: argparse.Namespace, work: Path) -> None:
     torch.set_num_threads(1)
     name = arguments.trainers[0]
     if name in ("ours", "padded"):
-        import rlhf_algos.offline.loop
+        import rlhf_algos
 
-        assert rlhf_algos.offline.loop  # imported before the memory level is taken
+        assert rlhf_algos  # imported before the memory level is taken
         result = run_ours(arguments, work, packing=name == "ours")
     else:
         result = run_trl(arguments, work, name=name)

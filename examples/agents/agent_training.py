@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_algos.recipes.recipes import GRPO
-from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos import GRPO, TorchEngine
 from rlhf_core import (
     Batch,
     EngineConfig,

@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 from agent_training import AgentTraining, StepResult, train
-from rlhf_algos.losses.offline.sft import SFTConfig, sft
-from rlhf_algos.recipes.recipes import GRPO
-from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos import GRPO, SFTConfig, TorchEngine, sft
 from rlhf_core import Batch, EngineConfig, Loss, Observation, OptimizerConfig, SamplingConfig, pad_rows
 from rlhf_rollout import AgentConfig, AgentTask, ToolEnvironment
 from rlhf_rollout.agents.turn_tokens import TurnTokens

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_training import AgentTraining, StepResult, train
-from rlhf_algos.recipes.recipes import GRPO
+from rlhf_algos import GRPO
 from rlhf_core import Observation, OptimizerConfig, SamplingConfig, Turn
 from rlhf_rollout import AgentConfig, AgentTask
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rlhf_algos.config.loader import from_mapping
+from rlhf_algos import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.config.run import RunConfig
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rlhf_algos.config.loader import from_mapping
+from rlhf_algos import from_mapping
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.offline.run import ScaledOfflineConfig
 

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.config.loader import from_mapping
+from rlhf_algos import from_mapping
 from rlhf_core import ResourceError, collate
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import RunConfig

@@ -1,16 +1,136 @@
-"""Losses, advantage estimators and offline training of language models on plain torch."""
+"""Losses, advantage estimators, online recipes and offline training of language models on plain torch."""
 
 from rlhf_core import LoraConfig
 
-from rlhf_algos.config.loader import dump_config, from_mapping, load_config
+from rlhf_algos.advantages.groups import (
+    AdvantageScale,
+    GroupStatistics,
+    LoneAdvantage,
+    group_statistics,
+    grpo_advantages,
+    opo_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from rlhf_algos.advantages.registry import ESTIMATORS, Estimator, estimator
+from rlhf_algos.advantages.returns import discounted_returns, gae, spread_scores, whiten
+from rlhf_algos.advantages.reward_shaping import (
+    RewardShaping,
+    overlong_penalty,
+    place_scores,
+    shape_scores,
+    token_rewards,
+)
+from rlhf_algos.config.loader import dump_config, from_mapping, load_config, to_plain
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, LengthLimit, TokenRow, load_encoder
+from rlhf_algos.data.examples import Encode, EncodingReport, Example, collate_examples, encode_rows
+from rlhf_algos.data.readers import (
+    preference_examples,
+    step_examples,
+    supervised_examples,
+    unpaired_examples,
+)
 from rlhf_algos.data.sources import DataSource, Row, read_rows
-from rlhf_algos.losses.offline.kto import KTOConfig
-from rlhf_algos.losses.offline.preference import DPOConfig
-from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig
-from rlhf_algos.losses.offline.reward_model import ProcessRewardLossConfig, RewardLossConfig
-from rlhf_algos.losses.offline.sft import SFTConfig
+from rlhf_algos.kl import (
+    AdaptiveKL,
+    FixedKL,
+    KLController,
+    KLEstimator,
+    KLGradient,
+    full_kl,
+    kl_estimate,
+)
+from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation, row_count
+from rlhf_algos.losses.offline.distillation import (
+    Divergence,
+    DivergenceConfig,
+    OnPolicyDistillationConfig,
+    chunked_divergence,
+    distillation_terms,
+    divergence_from_logits,
+    divergence_from_top_k,
+    divergence_of_known,
+    on_policy_distillation,
+)
+from rlhf_algos.losses.offline.kto import (
+    KTOConfig,
+    KTOLoss,
+    balanced_weights,
+    kl_baseline,
+    kto,
+    mismatched_rows,
+    opposite_baselines,
+    with_kl_baseline,
+)
+from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLoss, PairLossSettings, aot_partners
+from rlhf_algos.losses.offline.preference import (
+    DPOConfig,
+    FDivergence,
+    chosen_nll,
+    dpo,
+    f_score,
+    pair_metrics,
+    reference_log_ratios,
+    with_sft_divisor,
+)
+from rlhf_algos.losses.offline.reference_free import (
+    CPOConfig,
+    CPOLoss,
+    ORPOConfig,
+    SimPOConfig,
+    cpo,
+    log_odds,
+    orpo,
+    simpo,
+)
+from rlhf_algos.losses.offline.responses import (
+    reference_log_probs,
+    response_lengths,
+    response_log_probs,
+    split_pairs,
+)
+from rlhf_algos.losses.offline.reward_model import (
+    BradleyTerryConfig,
+    ProcessRewardLossConfig,
+    RewardLoss,
+    bradley_terry,
+    process_reward_loss,
+    step_label_losses,
+    step_positions,
+)
+from rlhf_algos.losses.offline.sft import SFTConfig, SFTLoss, sft
+from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.losses.online.covariance import (
+    ClipCovConfig,
+    KLCovConfig,
+    clip_cov,
+    kl_cov,
+    token_covariance,
+)
+from rlhf_algos.losses.online.pretraining import mix_pretraining
+from rlhf_algos.losses.online.registry import POLICY_LOSSES, make_policy_loss
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.terms import (
+    PolicyTermsConfig,
+    add_aux_loss,
+    finish_policy_loss,
+    policy_log_ratios,
+    policy_mask,
+    sequence_log_ratio,
+    token_advantages,
+)
+from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.metrics import MetricsWriter, read_metrics
+from rlhf_algos.off_policy import (
+    CorrectionMode,
+    OffPolicyCorrection,
+    RatioLevel,
+    correct_off_policy,
+    effective_sample_size,
+    mismatch_log_ratio,
+    mismatch_metrics,
+)
 from rlhf_algos.offline.config import (
     CheckpointConfig,
     EvalConfig,
@@ -19,47 +139,185 @@ from rlhf_algos.offline.config import (
     RunConfig,
 )
 from rlhf_algos.offline.engine_source import EngineFactory
-from rlhf_algos.offline.loop import TrainResult, evaluate, train
-from rlhf_algos.offline.methods import METHODS, Method
-from rlhf_algos.offline.teacher import DistillConfig
+from rlhf_algos.offline.loop import OfflineEvent, TrainResult, evaluate, train
+from rlhf_algos.offline.methods import METHODS, Method, Prepare, RowScorer, find_method
+from rlhf_algos.offline.progress import ProgressBar
+from rlhf_algos.offline.teacher import DistillConfig, distill
+from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
+from rlhf_algos.recipes.policy_recipe import KLPlace, PolicyRecipe, Recipe
+from rlhf_algos.recipes.recipes import GRPO, PPO
 from rlhf_algos.torch_engine.engine import TorchEngine
-from rlhf_algos.torch_engine.model import TorchOptions
+from rlhf_algos.torch_engine.model import TorchOptions, check_model_path
 
 __all__ = [
+    "ESTIMATORS",
+    "GRPO",
     "METHODS",
+    "NAMED_RECIPES",
+    "PAIR_LOSSES",
+    "POLICY_LOSSES",
+    "PPO",
+    "AdaptiveKL",
+    "AdvantageScale",
+    "Aggregation",
+    "BradleyTerryConfig",
+    "CISPOConfig",
     "CPOConfig",
+    "CPOLoss",
     "CheckpointConfig",
+    "ClipCovConfig",
+    "CorrectionMode",
     "DPOConfig",
     "DataSource",
     "DistillConfig",
+    "Divergence",
+    "DivergenceConfig",
+    "Encode",
     "Encoder",
     "EncodingOptions",
+    "EncodingReport",
     "EngineFactory",
+    "Estimator",
     "EvalConfig",
+    "Example",
+    "FDivergence",
+    "FixedKL",
+    "GMPOConfig",
+    "GSPOConfig",
+    "GroupStatistics",
+    "KLController",
+    "KLCovConfig",
+    "KLEstimator",
+    "KLGradient",
+    "KLPlace",
     "KTOConfig",
+    "KTOLoss",
     "LearningConfig",
     "LengthLimit",
+    "LoneAdvantage",
     "LoraConfig",
     "Method",
     "MetricsWriter",
     "ORPOConfig",
+    "OffPolicyCorrection",
     "OfflineConfig",
+    "OfflineEvent",
+    "OnPolicyDistillationConfig",
+    "PPOClipConfig",
+    "PairLoss",
+    "PairLossSettings",
+    "PolicyRecipe",
+    "PolicyTermsConfig",
+    "Prepare",
     "ProcessRewardLossConfig",
-    "RewardLossConfig",
+    "ProgressBar",
+    "RatioLevel",
+    "Recipe",
+    "ReinforceConfig",
+    "RewardLoss",
+    "RewardShaping",
     "Row",
+    "RowScorer",
     "RunConfig",
+    "SAPOConfig",
     "SFTConfig",
+    "SFTLoss",
     "SimPOConfig",
     "TokenRow",
     "TorchEngine",
     "TorchOptions",
     "TrainResult",
+    "ValueClipConfig",
+    "add_aux_loss",
+    "aggregate",
+    "aot_partners",
+    "balanced_weights",
+    "bradley_terry",
+    "check_aggregation",
+    "check_model_path",
+    "chosen_nll",
+    "chunked_divergence",
+    "cispo",
+    "clip_cov",
+    "collate_examples",
+    "correct_off_policy",
+    "cpo",
+    "discounted_returns",
+    "distill",
+    "distillation_terms",
+    "divergence_from_logits",
+    "divergence_from_top_k",
+    "divergence_of_known",
+    "dpo",
     "dump_config",
+    "effective_sample_size",
+    "encode_rows",
+    "estimator",
     "evaluate",
+    "f_score",
+    "find_method",
+    "finish_policy_loss",
     "from_mapping",
+    "full_kl",
+    "gae",
+    "gmpo",
+    "group_statistics",
+    "grpo_advantages",
+    "gspo",
+    "kl_baseline",
+    "kl_cov",
+    "kl_estimate",
+    "kto",
     "load_config",
     "load_encoder",
+    "log_odds",
+    "make_policy_loss",
+    "make_recipe",
+    "mismatch_log_ratio",
+    "mismatch_metrics",
+    "mismatched_rows",
+    "mix_pretraining",
+    "on_policy_distillation",
+    "opo_advantages",
+    "opposite_baselines",
+    "orpo",
+    "overlong_penalty",
+    "pair_metrics",
+    "place_scores",
+    "policy_log_ratios",
+    "policy_mask",
+    "ppo_clip",
+    "preference_examples",
+    "process_reward_loss",
     "read_metrics",
     "read_rows",
+    "reference_log_probs",
+    "reference_log_ratios",
+    "reinforce",
+    "remax_advantages",
+    "response_lengths",
+    "response_log_probs",
+    "rloo_advantages",
+    "row_count",
+    "sapo",
+    "sequence_log_ratio",
+    "sft",
+    "shape_scores",
+    "simpo",
+    "split_pairs",
+    "spread_scores",
+    "step_examples",
+    "step_label_losses",
+    "step_positions",
+    "supervised_examples",
+    "to_plain",
+    "token_advantages",
+    "token_covariance",
+    "token_rewards",
     "train",
+    "unpaired_examples",
+    "value_clip",
+    "whiten",
+    "with_kl_baseline",
+    "with_sft_divisor",
 ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +58,7 @@ def _command(method: str) -> Callable[..., None]:
         import transformers
 
         from rlhf_algos.offline.loop import train
+        from rlhf_algos.offline.progress import ProgressBar
 
         transformers.utils.logging.disable_progress_bar()
         with ProgressBar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:
@@ -70,49 +70,6 @@ def _command(method: str) -> Callable[..., None]:
 
     run.__doc__ = _SUMMARIES[method]
     return run
-
-
-class ProgressBar:
-    """A progress bar on standard error."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.quiet = quiet
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-            disable=quiet,
-        )
-        self._task = self._progress.add_task("reading and scoring", total=None, note="")
-
-    def __enter__(self) -> ProgressBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def on_event(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """See `offline.Event`."""
-        if kind == "plan":
-            self._progress.console.print(
-                f"{values['examples']} examples, {values['truncated']} truncated, {values['dropped']} dropped "
-                "as too long"
-            )
-            self._progress.update(self._task, description="training", total=int(values["total"]), completed=step)
-            return
-        shown = [name for name in ("loss", "accuracy", "margin") if math.isfinite(values.get(name, math.nan))]
-        note = " ".join(f"{name} {values[name]:.4f}" for name in shown)
-        if kind == "eval":
-            self._progress.console.print(f"step {step}: eval {note}")
-        else:
-            self._progress.update(self._task, completed=step, note=note)
 
 
 def _register() -> None:

@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, Mean, mean_of
 from torch import Tensor
 
-Level = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 """Ratio of each token; product over the response; geometric mean over the response."""
 
-Mode = Literal["truncate", "mask", "reject"]
+CorrectionMode = Literal["truncate", "mask", "reject"]
 """`truncate`: clamp the ratio into the bounds; `mask`: the ratio inside the bounds, 0 outside; `reject`: 1 inside
 the bounds, 0 outside."""
 
@@ -36,8 +36,8 @@ class OffPolicyCorrection:
       ratio is not clamped; giving `high` a number clamps it).
     """
 
-    level: Level = "token"
-    mode: Mode = "truncate"
+    level: RatioLevel = "token"
+    mode: CorrectionMode = "truncate"
     low: float | None = None
     """Lower bound of the ratio; None means 0."""
     high: float | None = 2.0
@@ -48,8 +48,8 @@ class OffPolicyCorrection:
 
     def __post_init__(self) -> None:
         for name, value, choices in (
-            ("level", self.level, get_args(Level)),
-            ("mode", self.mode, get_args(Mode)),
+            ("level", self.level, get_args(RatioLevel)),
+            ("mode", self.mode, get_args(CorrectionMode)),
         ):
             if value not in choices:
                 raise ConfigError(f"off-policy: {name} {value!r} is unknown; write one of {', '.join(choices)}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_algos.advantages.returns import discounted_returns, gae, spread, whiten
+from rlhf_algos.advantages.returns import discounted_returns, gae, spread_scores, whiten
 
 MASK = torch.tensor([[False, True, True, True]])
 
@@ -91,4 +91,4 @@ def test_whiten_over_ranks_equals_whiten_of_everything():
 
 
 def test_spread():
-    assert spread(torch.tensor([2.0]), MASK).tolist() == [[0, 2, 2, 2]]
+    assert spread_scores(torch.tensor([2.0]), MASK).tolist() == [[0, 2, 2, 2]]

@@ -12,17 +12,17 @@ from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
 from rlhf_algos.losses.offline.reward_model import (
+    BradleyTerryConfig,
     ProcessRewardLossConfig,
-    RewardLossConfig,
     bradley_terry,
-    process_reward,
+    process_reward_loss,
 )
 from rlhf_algos.losses.offline.sft import SFTConfig, sft
-from rlhf_algos.losses.online.clipped import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
-from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
+from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_core import Batch, Loss, ModelOutputs, accumulate
 
 LENGTHS = [7, 4, 9, 3, 6, 5, 8, 4]
@@ -37,15 +37,13 @@ def make(function, config=None, outputs=None):
 
 
 POLICY = {
-    "ppo": make(ppo_clip, PolicyLossConfig(dual_clip=3.0, **REGULARISED)),
-    "ppo_seq": make(
-        ppo_clip, PolicyLossConfig(aggregation="seq_mean_token_mean", clip_range_high=0.3, **REGULARISED)
-    ),
-    "ppo_no_empty": make(ppo_clip, PolicyLossConfig(aggregation="seq_mean_token_sum", count_empty_rows=False)),
+    "ppo": make(ppo_clip, PPOClipConfig(dual_clip=3.0, **REGULARISED)),
+    "ppo_seq": make(ppo_clip, PPOClipConfig(aggregation="seq_mean_token_mean", clip_range_high=0.3, **REGULARISED)),
+    "ppo_no_empty": make(ppo_clip, PPOClipConfig(aggregation="seq_mean_token_sum", count_empty_rows=False)),
     "dr_grpo": make(
-        ppo_clip, PolicyLossConfig(aggregation="max_length", max_length=20, kl_gradient="k2", kl_coef=0.1)
+        ppo_clip, PPOClipConfig(aggregation="max_length", max_length=20, kl_gradient="k2", kl_coef=0.1)
     ),
-    "kl_weighted": make(ppo_clip, PolicyLossConfig(kl_coef=0.2, kl_estimator="k1", kl_ratio_weighted=True)),
+    "kl_weighted": make(ppo_clip, PPOClipConfig(kl_coef=0.2, kl_estimator="k1", kl_ratio_weighted=True)),
     "reinforce": make(reinforce, ReinforceConfig(**REGULARISED)),
     "gspo": make(gspo, GSPOConfig(clip_range=0.1, clip_range_high=0.2, **REGULARISED)),
     "rloo_sequence": make(gspo, GSPOConfig(clip_range=0.2, clip_range_high=0.2, length_normalized=False)),
@@ -68,20 +66,20 @@ PAIRS = {
     "cpo": make(cpo, CPOConfig(sft_mean="token")),
     "cpo_ipo": make(cpo, CPOConfig(loss="ipo")),
     "orpo": make(orpo, ORPOConfig()),
-    "bradley_terry": make(bradley_terry, RewardLossConfig(center_coef=0.1)),
-    "log_exp": make(bradley_terry, RewardLossConfig(loss="log_exp")),
+    "bradley_terry": make(bradley_terry, BradleyTerryConfig(center_coef=0.1)),
+    "log_exp": make(bradley_terry, BradleyTerryConfig(loss="log_exp")),
 }
 ROWS = {
-    "value": make(value_clip, ValueLossConfig()),
+    "value": make(value_clip, ValueClipConfig()),
     "value_rows": make(
-        value_clip, ValueLossConfig(clip_range=None, aggregation="seq_mean_token_mean"), ("values",)
+        value_clip, ValueClipConfig(clip_range=None, aggregation="seq_mean_token_mean"), ("values",)
     ),
     "kto": make(kto, KTOConfig(desirable_weight=1.5)),
     "kto_zero": make(kto, KTOConfig(loss="apo_zero")),
     "sft": make(sft, SFTConfig()),
     "dft": make(sft, SFTConfig(loss="dft", aggregation="seq_mean_token_mean")),
-    "process": make(process_reward, ProcessRewardLossConfig()),
-    "outcome": make(process_reward, ProcessRewardLossConfig(supervision="outcome")),
+    "process": make(process_reward_loss, ProcessRewardLossConfig()),
+    "outcome": make(process_reward_loss, ProcessRewardLossConfig(supervision="outcome")),
     "on_policy_kd": make(on_policy_distillation, OnPolicyDistillationConfig(clip_range=0.2)),
 }
 LOSSES = {**POLICY, **PAIRS, **ROWS}

@@ -15,8 +15,8 @@ from rlhf_algos.losses.offline.kto import KTOConfig, kl_baseline, kto, with_kl_b
 from rlhf_algos.losses.offline.pairwise import aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
-from rlhf_algos.losses.offline.reward_model import RewardLossConfig, bradley_terry
-from rlhf_algos.losses.online.clipped import PolicyLossConfig, ppo_clip
+from rlhf_algos.losses.offline.reward_model import BradleyTerryConfig, bradley_terry
+from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.off_policy import OffPolicyCorrection
@@ -96,20 +96,20 @@ def agree(ours, theirs, leaf):
 WIDE = {"clip_range": 0.1, "clip_range_high": 0.2}
 SEQUENCE = {"aggregation": "seq_mean_token_mean"}
 POLICY = {
-    "grpo": ({}, ppo_clip, PolicyLossConfig(**WIDE, **SEQUENCE)),
-    "bnpo": ({}, ppo_clip, PolicyLossConfig(**WIDE)),
-    "dapo": ({}, ppo_clip, PolicyLossConfig(**WIDE)),
-    "dr_grpo": ({}, ppo_clip, PolicyLossConfig(**WIDE, aggregation="max_length", max_length=LENGTH)),
-    "luspo": ({}, ppo_clip, PolicyLossConfig(**WIDE, aggregation="seq_mean_token_sum")),
-    "grpo two-sided": ({"delta": 1.3}, ppo_clip, PolicyLossConfig(**WIDE, **SEQUENCE, dual_clip=1.3)),
-    "grpo kl": ({"beta": 0.4}, ppo_clip, PolicyLossConfig(**WIDE, **SEQUENCE, kl_coef=0.4)),
+    "grpo": ({}, ppo_clip, PPOClipConfig(**WIDE, **SEQUENCE)),
+    "bnpo": ({}, ppo_clip, PPOClipConfig(**WIDE)),
+    "dapo": ({}, ppo_clip, PPOClipConfig(**WIDE)),
+    "dr_grpo": ({}, ppo_clip, PPOClipConfig(**WIDE, aggregation="max_length", max_length=LENGTH)),
+    "luspo": ({}, ppo_clip, PPOClipConfig(**WIDE, aggregation="seq_mean_token_sum")),
+    "grpo two-sided": ({"delta": 1.3}, ppo_clip, PPOClipConfig(**WIDE, **SEQUENCE, dual_clip=1.3)),
+    "grpo kl": ({"beta": 0.4}, ppo_clip, PPOClipConfig(**WIDE, **SEQUENCE, kl_coef=0.4)),
     "dapo kl": (
         {"beta": 0.4, "use_bias_correction_kl": True},
         ppo_clip,
-        PolicyLossConfig(**WIDE, kl_coef=0.4, kl_ratio_weighted=True),
+        PPOClipConfig(**WIDE, kl_coef=0.4, kl_ratio_weighted=True),
     ),
-    "dapo entropy": ({"entropy_coef": 0.1}, ppo_clip, PolicyLossConfig(**WIDE, entropy_coef=0.1)),
-    "dapo weights": ({"use_vllm": True}, ppo_clip, PolicyLossConfig(**WIDE)),
+    "dapo entropy": ({"entropy_coef": 0.1}, ppo_clip, PPOClipConfig(**WIDE, entropy_coef=0.1)),
+    "dapo weights": ({"use_vllm": True}, ppo_clip, PPOClipConfig(**WIDE)),
     "grpo sequence": ({"importance_sampling_level": "sequence"}, gspo, GSPOConfig(**WIDE)),
     "cispo": ({}, cispo, CISPOConfig(ratio_high=0.2)),
     "sapo": ({}, sapo, SAPOConfig(temperature_positive=1.0, temperature_negative=1.05)),
@@ -438,7 +438,7 @@ def test_reward_trainer():
         columns={"margin": margin.repeat_interleave(2)},
         rows_per_unit=2,
     )
-    agree(bradley_terry(ModelOutputs(scores=scores), batch, RewardLossConfig(center_coef=0.1)), theirs, scores)
+    agree(bradley_terry(ModelOutputs(scores=scores), batch, BradleyTerryConfig(center_coef=0.1)), theirs, scores)
 
 
 @pytest.mark.parametrize(

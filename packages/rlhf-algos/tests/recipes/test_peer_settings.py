@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_algos.advantages.reward_shaping import RewardShaping
-from rlhf_algos.losses.online.clipped import PolicyLossConfig, ppo_clip
+from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
 from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy
 from rlhf_algos.recipes.recipes import GRPO, PPO
 from rlhf_core import Batch, ModelOutputs
@@ -131,7 +131,7 @@ def test_openrlhf_sampler_correction(kind):
     }[kind]
     rows, _ = correct_off_policy(batch(rollout_log_probs=ROLLOUT), corrections)
     log_probs, advantages = normal(ROWS, LENGTH, seed=5), normal(ROWS, LENGTH, seed=6)
-    config = PolicyLossConfig(aggregation="seq_mean_token_mean")
+    config = PPOClipConfig(aggregation="seq_mean_token_mean")
     terms = ppo_clip(ModelOutputs(log_probs=log_probs), rows.with_columns(advantages=advantages), config)
     means = []
     for row in range(ROWS):

@@ -121,7 +121,7 @@ def test_nothing_to_resume(run):
 
 
 def test_print_config_is_complete_and_can_be_read_back(run, settings, tmp_path):
-    from rlhf_algos.config.loader import load_config
+    from rlhf_algos import load_config
     from rlhf_launch.config.run import RunConfig
 
     code, output = run("--print-config", "train.optimizer.learning_rate=3e-5")

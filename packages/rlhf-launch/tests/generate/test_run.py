@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from rlhf_algos.config.loader import from_mapping, load_config
+from rlhf_algos import from_mapping, load_config
 from rlhf_core import ConfigError, DataError, RewardError, RolloutConfig
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.cli.main import app

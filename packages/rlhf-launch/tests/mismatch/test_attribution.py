@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos import TorchEngine
 from rlhf_core import EngineConfig, GenerationRequest, LogProbMeaning, RolloutConfig, SamplingConfig, collate
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 from rlhf_launch.mismatch.attribution import Gap, Scored, check_tokens, diagnose, readings

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_algos.config.loader import from_mapping
-from rlhf_algos.metrics import read_metrics
+from rlhf_algos import from_mapping, read_metrics
 from rlhf_core import CapabilityError, ConfigError, EngineConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.cli.offline import offline

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import yaml
-from rlhf_algos.config.loader import from_mapping
+from rlhf_algos import from_mapping
 from rlhf_core import ConfigError, RewardError
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.online.run import open_producer, run_online

@@ -35,7 +35,7 @@ def test_rows_hold_prompt_answer_and_end():
 
 
 def test_the_chance_of_a_right_answer_is_that_of_sampling_it(tmp_path):
-    from rlhf_algos.torch_engine.engine import TorchEngine
+    from rlhf_algos import TorchEngine
     from rlhf_core import EngineConfig
 
     make_model(tmp_path, seed=0)

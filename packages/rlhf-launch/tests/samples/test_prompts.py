@@ -1,5 +1,5 @@
 import pytest
-from rlhf_algos.data.sources import Row
+from rlhf_algos import Row
 from rlhf_core import DataError
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.config.run import DataSection

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from rlhf_algos.config.loader import dump_config, from_mapping
+from rlhf_algos import dump_config, from_mapping
 from rlhf_core import ConfigError, DataError, PluginError, ResourceError
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.config.reward import RewardSection
@@ -49,7 +49,7 @@ def test_every_kind_is_parsed_and_survives_a_dump():
 
 
 def test_the_example_has_every_kind():
-    from rlhf_algos.config.loader import load_config
+    from rlhf_algos import load_config
 
     example = Path(__file__).parents[4] / "examples" / "rewards.yaml"
     if not example.exists():

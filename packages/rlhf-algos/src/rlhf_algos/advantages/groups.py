@@ -10,16 +10,16 @@ from jaxtyping import Float, Int
 from rlhf_core import ConfigError
 from torch import Tensor
 
-Scale = Literal["group", "batch", "none"]
+AdvantageScale = Literal["group", "batch", "none"]
 """What a centred score is divided by: the standard deviation of its group (GRPO), of the whole batch (TRL's
 `scale_rewards="batch"`, Lite PPO), or nothing (Dr. GRPO)."""
 
-Singleton = Literal["zero", "score"]
+LoneAdvantage = Literal["zero", "score"]
 """Advantage of a response without siblings: 0 (TRL) or its score, as if the baseline were 0 (verl)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Groups:
+class GroupStatistics:
     """Statistics of the scores of each row's group, one entry per row."""
 
     count: Float[Tensor, " rows"]
@@ -33,7 +33,7 @@ class Groups:
         return (self.squares / (self.count - int(unbiased)).clamp(min=1)).sqrt()
 
 
-def group_statistics(scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"]) -> Groups:
+def group_statistics(scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"]) -> GroupStatistics:
     """Count, mean and squared deviations per group; groups may have any size and order."""
     inverse = torch.unique(group_ids, return_inverse=True)[1]
 
@@ -42,35 +42,37 @@ def group_statistics(scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " ro
 
     count = total(torch.ones_like(scores))
     mean = total(scores) / count
-    return Groups(count=count, mean=mean, squares=total((scores - mean).square()))
+    return GroupStatistics(count=count, mean=mean, squares=total((scores - mean).square()))
 
 
 def grpo_advantages(
     scores: Float[Tensor, " rows"],
     group_ids: Int[Tensor, " rows"],
     *,
-    scale: Scale = "group",
+    scale: AdvantageScale = "group",
     eps: float = 1e-6,
     unbiased: bool = True,
-    singleton: Singleton = "zero",
+    singleton: LoneAdvantage = "zero",
 ) -> Float[Tensor, " rows"]:
     """(score - group mean) / (std + eps) (DeepSeekMath, Shao et al. 2024, section 4.1.2).
 
     Args:
         scores: one per response.
         group_ids: equal for responses to the same prompt.
-        scale: see `Scale`; `none` gives Dr. GRPO (Liu et al. 2025).
+        scale: see `AdvantageScale`; `none` gives Dr. GRPO (Liu et al. 2025).
         eps: added to the standard deviation: 1e-4 in TRL, 1e-6 in verl, 1e-9 in OpenRLHF.
         unbiased: divide the variance by n - 1 (TRL, verl and OpenRLHF) and not by n.
-        singleton: see `Singleton`.
+        singleton: see `LoneAdvantage`.
 
     A group whose scores are all equal gets zeros.
 
     >>> grpo_advantages(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]), scale="none")
     tensor([-1.,  1.,  0.])
     """
-    if scale not in get_args(Scale):
-        raise ConfigError(f"advantages: scale {scale!r} is unknown; write one of {', '.join(get_args(Scale))}")
+    if scale not in get_args(AdvantageScale):
+        raise ConfigError(
+            f"advantages: scale {scale!r} is unknown; write one of {', '.join(get_args(AdvantageScale))}"
+        )
     groups = group_statistics(scores, group_ids)
     alone = groups.count == 1
     if scale == "group":
@@ -85,7 +87,7 @@ def grpo_advantages(
 
 
 def rloo_advantages(
-    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], *, singleton: Singleton = "zero"
+    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], *, singleton: LoneAdvantage = "zero"
 ) -> Float[Tensor, " rows"]:
     """Score minus the mean of the *other* scores of its group (RLOO, Kool et al. 2019; Ahmadian et al. 2024).
 
@@ -101,7 +103,7 @@ def opo_advantages(
     group_ids: Int[Tensor, " rows"],
     lengths: Float[Tensor, " rows"],
     *,
-    singleton: Singleton = "zero",
+    singleton: LoneAdvantage = "zero",
 ) -> Float[Tensor, " rows"]:
     """Score minus the length-weighted mean of its group, the variance-optimal baseline (OPO, Hao et al. 2025).
 
@@ -109,7 +111,7 @@ def opo_advantages(
         scores: one per response.
         group_ids: equal for responses to the same prompt.
         lengths: sampled tokens per response.
-        singleton: see `Singleton`.
+        singleton: see `LoneAdvantage`.
     """
     lengths = lengths.to(scores.dtype)
     groups, weights = group_statistics(scores * lengths, group_ids), group_statistics(lengths, group_ids)
@@ -125,10 +127,10 @@ def remax_advantages(
     return scores - greedy_scores
 
 
-def _centred(scores: Tensor, groups: Groups, singleton: Singleton) -> Tensor:
-    if singleton not in get_args(Singleton):
+def _centred(scores: Tensor, groups: GroupStatistics, singleton: LoneAdvantage) -> Tensor:
+    if singleton not in get_args(LoneAdvantage):
         raise ConfigError(
-            f"advantages: singleton {singleton!r} is unknown; write one of {', '.join(get_args(Singleton))}"
+            f"advantages: singleton {singleton!r} is unknown; write one of {', '.join(get_args(LoneAdvantage))}"
         )
     alone = scores if singleton == "score" else torch.zeros_like(scores)
     return torch.where(groups.count == 1, alone, scores - groups.mean)

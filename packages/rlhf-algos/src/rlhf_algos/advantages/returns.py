@@ -86,7 +86,7 @@ def whiten(
     return (centred * scale).masked_fill(~mask, 0).to(values.dtype)
 
 
-def spread(
+def spread_scores(
     scores: Float[Tensor, " rows"], response_mask: Bool[Tensor, "rows length"]
 ) -> Float[Tensor, "rows length"]:
     """One number per response on each of its sampled tokens, zero elsewhere."""

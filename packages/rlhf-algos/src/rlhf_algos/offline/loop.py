@@ -37,7 +37,7 @@ from rlhf_algos.offline.run_data import (
 )
 from rlhf_algos.torch_engine.ranks import join_ranks, rank_of
 
-Event = Callable[[str, int, Mapping[str, float]], None]
+OfflineEvent = Callable[[str, int, Mapping[str, float]], None]
 """Told of progress as (`plan`, `train` or `eval`; step; numbers). `plan` comes first, with the total of steps."""
 
 
@@ -57,7 +57,7 @@ class TrainResult:
 
 
 def train(
-    config: OfflineConfig, *, on_event: Event | None = None, engines: EngineFactory | None = None
+    config: OfflineConfig, *, on_event: OfflineEvent | None = None, engines: EngineFactory | None = None
 ) -> TrainResult:
     """Run the whole training that `config` describes.
 
@@ -123,7 +123,7 @@ class _Run:
     processes: int
     """Everywhere, those of `ranks` times those behind the engine."""
     state: OfflineState
-    on_event: Event | None
+    on_event: OfflineEvent | None
 
     def tell(self, kind: str, values: Mapping[str, float]) -> None:
         if self.on_event is not None and rank_of(self.ranks) == 0:

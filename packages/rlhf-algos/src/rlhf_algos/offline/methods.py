@@ -25,10 +25,10 @@ from rlhf_algos.losses.offline.pairwise import aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
 from rlhf_algos.losses.offline.reward_model import (
+    BradleyTerryConfig,
     ProcessRewardLossConfig,
-    RewardLossConfig,
     bradley_terry,
-    process_reward,
+    process_reward_loss,
 )
 from rlhf_algos.losses.offline.sft import SFTConfig, sft
 from rlhf_algos.offline.reference import PARTNER
@@ -127,14 +127,14 @@ METHODS: Mapping[str, Method] = {
     "rm": Method(
         encode=preference_examples,
         function=bradley_terry,
-        config=RewardLossConfig,
+        config=BradleyTerryConfig,
         role="reward",
         outputs=("scores",),
         best_metric="accuracy",
     ),
     "prm": Method(
         encode=step_examples,
-        function=process_reward,
+        function=process_reward_loss,
         config=ProcessRewardLossConfig,
         role="reward",
         outputs=("values",),

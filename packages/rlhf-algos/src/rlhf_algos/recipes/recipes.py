@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlhf_algos.advantages.groups import group_statistics
 from rlhf_algos.advantages.registry import estimator
-from rlhf_algos.advantages.returns import discounted_returns, gae, spread, whiten
+from rlhf_algos.advantages.returns import discounted_returns, gae, spread_scores, whiten
 from rlhf_algos.advantages.reward_shaping import place_scores, shape_scores, token_rewards
 from rlhf_algos.kl import KLEstimator
-from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
+from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.recipes.policy_recipe import (
     KLPlace,
     Metrics,
@@ -92,7 +92,7 @@ class GRPO(PolicyRecipe):
                 advantages = discounted_returns(rewards, batch.response_mask, gamma=self.gamma)
                 metrics |= kl
             else:
-                advantages = spread(advantages, batch.response_mask)
+                advantages = spread_scores(advantages, batch.response_mask)
         if self.whiten:
             advantages = whiten(advantages, batch.response_mask, **self.whiten_options)
         return self.finish(batch.with_columns(advantages=advantages), metrics)
@@ -113,7 +113,7 @@ class PPO(PolicyRecipe):
     whiten_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `advantages.whiten`: shift_mean, unbiased, eps, eps_mode."""
     value_loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ValueLossConfig`."""
+    """Fields of `ValueClipConfig`."""
 
     def __post_init__(self) -> None:
         PolicyRecipe.__post_init__(self)
@@ -129,7 +129,7 @@ class PPO(PolicyRecipe):
 
     def value_loss(self) -> Loss | None:
         """See Recipe."""
-        config = config_from(ValueLossConfig, self.value_loss_options, what="value_loss_options")
+        config = config_from(ValueClipConfig, self.value_loss_options, what="value_loss_options")
         return Loss(function=value_clip, config=config, outputs=("values",))
 
     def prepare(

@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 from rlhf_algos.losses.offline.reward_model import (
+    BradleyTerryConfig,
     ProcessRewardLossConfig,
-    RewardLossConfig,
     bradley_terry,
     last_true,
-    process_reward,
+    process_reward_loss,
     step_label_losses,
     step_positions,
 )
@@ -35,7 +35,9 @@ def pairs(scores, config, **columns):
 
 @pytest.mark.parametrize("loss", ["sigmoid", "log_exp"])
 def test_bradley_terry_with_margin(loss):
-    scores, terms = pairs([1.0, 0.0, -1.0, 0.5], RewardLossConfig(loss=loss), margin=torch.tensor([0.5, 9, 0.0, 9]))
+    scores, terms = pairs(
+        [1.0, 0.0, -1.0, 0.5], BradleyTerryConfig(loss=loss), margin=torch.tensor([0.5, 9, 0.0, 9])
+    )
     assert float(terms.total.detach()) == pytest.approx(softplus(-0.5) + softplus(1.5))
     assert float(terms.weight) == 2
     assert terms.metrics["accuracy"].value == 0.5
@@ -46,14 +48,14 @@ def test_bradley_terry_with_margin(loss):
 
 @pytest.mark.parametrize("loss", ["sigmoid", "log_exp"])
 def test_a_gap_of_100_is_100_not_infinity(loss):
-    scores, terms = pairs([0.0, 100.0], RewardLossConfig(loss=loss))
+    scores, terms = pairs([0.0, 100.0], BradleyTerryConfig(loss=loss))
     assert float(terms.total.detach()) == pytest.approx(100.0)
     assert scores.grad.tolist() == pytest.approx([-1, 1])
 
 
 def test_centering():
-    _, plain = pairs([1.0, 2.0], RewardLossConfig())
-    _, centred = pairs([1.0, 2.0], RewardLossConfig(center_coef=0.1))
+    _, plain = pairs([1.0, 2.0], BradleyTerryConfig())
+    _, centred = pairs([1.0, 2.0], BradleyTerryConfig(center_coef=0.1))
     assert float((centred.total - plain.total).detach()) == pytest.approx(0.9)
 
 
@@ -76,7 +78,7 @@ def steps(config, labels):
         token_ids=IDS, attention_mask=ATTENTION, response_mask=mask, columns={"step_labels": torch.tensor(labels)}
     )
     values = torch.tensor([[7, 7, 1.0, 7, -2.0], [7, 7, 0.5, 7, 7]])
-    return process_reward(ModelOutputs(values=values), batch, config)
+    return process_reward_loss(ModelOutputs(values=values), batch, config)
 
 
 def test_process_supervision_with_hard_and_soft_labels():
@@ -116,7 +118,7 @@ def label_steps(config, labels):
         columns={"step_labels": torch.tensor(labels), "candidate_ids": ids},
     )
     outputs = ModelOutputs(candidate_log_probs=logits.log_softmax(-1).gather(-1, ids))
-    return logits[batch.response_mask], process_reward(outputs, batch, config)
+    return logits[batch.response_mask], process_reward_loss(outputs, batch, config)
 
 
 @pytest.mark.parametrize("labels", [(1.0, 0.0, 1.0), (0.8, 0.3, 0.5)])
@@ -144,7 +146,7 @@ def test_last_true():
 
 def test_refused():
     with pytest.raises(ConfigError, match="sigmoid, log_exp"):
-        RewardLossConfig(loss="hinge")  # type: ignore[arg-type]
+        BradleyTerryConfig(loss="hinge")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="outcome"):
         ProcessRewardLossConfig(supervision="both")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="two different ones"):
@@ -152,6 +154,6 @@ def test_refused():
     with pytest.raises(ConfigError, match="needs label_tokens"):
         ProcessRewardLossConfig(label_softmax="vocabulary")
     with pytest.raises(ConfigError, match="scores"):
-        bradley_terry(ModelOutputs(), None, RewardLossConfig())  # type: ignore[arg-type]
+        bradley_terry(ModelOutputs(), None, BradleyTerryConfig())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="values"):
-        process_reward(ModelOutputs(), None, ProcessRewardLossConfig())  # type: ignore[arg-type]
+        process_reward_loss(ModelOutputs(), None, ProcessRewardLossConfig())  # type: ignore[arg-type]

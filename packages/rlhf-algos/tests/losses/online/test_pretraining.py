@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.losses.online.clipped import PolicyLossConfig, ppo_clip
+from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
 from rlhf_algos.losses.online.pretraining import mix_pretraining
 from rlhf_core import Batch, ConfigError, Loss, ModelOutputs, accumulate
 
@@ -35,7 +35,7 @@ def forward(batch, fields):
 @pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
 @pytest.mark.parametrize("max_tokens", [4, 100])
 def test_policy_mean_plus_coef_times_token_mean(how, max_tokens):
-    config = PolicyLossConfig(aggregation=how)
+    config = PPOClipConfig(aggregation=how)
     result = accumulate(
         mixed(config),
         Loss(function=ppo_clip, config=config),
@@ -51,7 +51,7 @@ def test_policy_mean_plus_coef_times_token_mean(how, max_tokens):
 
 
 def test_widths_names_and_columns():
-    batch = mixed(PolicyLossConfig())
+    batch = mixed(PPOClipConfig())
     assert batch.token_ids.shape == (4, 4)
     assert set(batch.columns) == {"advantages", "old_log_probs", "importance_weights", "ptx_coef"}
     assert batch["ptx_coef"].tolist() == pytest.approx([0, 0, 0.5 * 3 / 4, 0.5 * 3 / 4])
@@ -63,4 +63,4 @@ def test_pairs_are_refused():
         token_ids=torch.ones(2, 2, dtype=torch.long), attention_mask=mask, response_mask=mask, rows_per_unit=2
     )
     with pytest.raises(ConfigError, match="single rows"):
-        mix_pretraining(pairs, pairs, 0.1, PolicyLossConfig())
+        mix_pretraining(pairs, pairs, 0.1, PPOClipConfig())

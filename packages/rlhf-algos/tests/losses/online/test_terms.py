@@ -2,11 +2,11 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.losses.online.clipped import PolicyLossConfig
+from rlhf_algos.losses.online.clipped import PPOClipConfig
 from rlhf_algos.losses.online.terms import (
     add_aux_loss,
     finish_policy_loss,
-    log_ratios,
+    policy_log_ratios,
     policy_mask,
     sequence_log_ratio,
     token_advantages,
@@ -27,12 +27,12 @@ def rows(**columns):
 
 def test_log_ratios_are_clamped_and_masked():
     outputs = ModelOutputs(log_probs=torch.tensor([[5.0, -1.0, -50.0], [5.0, -1.0, 5.0]]))
-    got = log_ratios(outputs, rows(old_log_probs=torch.full((2, 3), -2.0)), 20.0)
+    got = policy_log_ratios(outputs, rows(old_log_probs=torch.full((2, 3), -2.0)), 20.0)
     assert got.tolist() == [[0, 1, -20], [0, 1, 0]]
-    free = log_ratios(outputs, rows(old_log_probs=torch.full((2, 3), -2.0)), math.inf)
+    free = policy_log_ratios(outputs, rows(old_log_probs=torch.full((2, 3), -2.0)), math.inf)
     assert free[0, 2] == -48
     with pytest.raises(ConfigError, match="log_probs"):
-        log_ratios(ModelOutputs(), rows(), 20.0)
+        policy_log_ratios(ModelOutputs(), rows(), 20.0)
 
 
 def test_pretraining_rows_are_no_policy_rows():
@@ -49,7 +49,7 @@ def test_terms_add_up():
     log_probs = torch.full((2, 3), -1.0)
     outputs = ModelOutputs(log_probs=log_probs, entropy=torch.full((2, 3), 0.5), aux_loss=torch.tensor(2.0))
     batch = rows(ref_log_probs=torch.full((2, 3), -3.0))
-    config = PolicyLossConfig(kl_coef=0.1, kl_estimator="k1", entropy_coef=0.2, aux_loss_coef=0.3)
+    config = PPOClipConfig(kl_coef=0.1, kl_estimator="k1", entropy_coef=0.2, aux_loss_coef=0.3)
     terms = finish_policy_loss(torch.ones(2, 3), outputs, batch, config, {})
     assert float(terms.total / terms.weight) == pytest.approx(1 + 0.1 * 2 - 0.2 * 0.5 + 0.3 * 2)
     assert terms.metrics["kl"].value == pytest.approx(2.0)

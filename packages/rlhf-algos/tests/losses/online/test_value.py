@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_algos.losses.online.value import ValueLossConfig, value_clip
+from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True, True]])
@@ -21,7 +21,7 @@ def run(config, values=(0.0, 1.0, 3.0, 0.5)):
 
 
 def test_by_hand():
-    _, terms = run(ValueLossConfig(clip_range=0.2))
+    _, terms = run(ValueClipConfig(clip_range=0.2))
     # clipped values 0.7, 1.2, 0.5
     assert float(terms.total.detach()) == pytest.approx((1.3**2 + 2.8**2 + 0.25) / 2)
     assert float(terms.weight) == 3
@@ -30,7 +30,7 @@ def test_by_hand():
 
 
 def test_without_clipping_the_gradient_points_to_the_returns():
-    values, terms = run(ValueLossConfig(clip_range=None, aggregation="seq_mean_token_mean"))
+    values, terms = run(ValueClipConfig(clip_range=None, aggregation="seq_mean_token_mean"))
     assert float(terms.total.detach()) == pytest.approx((1 + 1 + 0.25) / 6)
     terms.total.backward()
     assert values.grad[0].tolist() == pytest.approx([0, -1 / 3, -1 / 3, -0.5 / 3])
@@ -38,6 +38,6 @@ def test_without_clipping_the_gradient_points_to_the_returns():
 
 def test_refused():
     with pytest.raises(ConfigError, match="clip_range"):
-        ValueLossConfig(clip_range=0.0)
+        ValueClipConfig(clip_range=0.0)
     with pytest.raises(ConfigError, match="outputs"):
-        value_clip(ModelOutputs(), None, ValueLossConfig())  # type: ignore[arg-type]
+        value_clip(ModelOutputs(), None, ValueClipConfig())  # type: ignore[arg-type]

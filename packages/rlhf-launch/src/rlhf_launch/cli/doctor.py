@@ -29,7 +29,7 @@ def mismatch(
     """Compare the log-probs of the sampler with those of the trainer and say where a difference comes from."""
 
     def work() -> None:
-        from rlhf_algos.config.loader import load_config
+        from rlhf_algos import load_config
 
         from rlhf_launch.config.run import RunConfig
         from rlhf_launch.mismatch.run import check_mismatch

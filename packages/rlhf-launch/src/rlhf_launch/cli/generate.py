@@ -51,7 +51,7 @@ def generate(
     given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
 
     def work() -> None:
-        from rlhf_algos.config.loader import load_config
+        from rlhf_algos import load_config
 
         from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, run_generation
 

@@ -41,7 +41,7 @@ def train(
     """Improve a policy by reinforcement learning, as CONFIG says."""
 
     def work() -> None:
-        from rlhf_algos.config.loader import dump_config, load_config
+        from rlhf_algos import dump_config, load_config
 
         from rlhf_launch.config.run import RunConfig
 

@@ -24,7 +24,7 @@ def offline(
     """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
 
     def work() -> None:
-        from rlhf_algos.config.loader import dump_config, load_config
+        from rlhf_algos import dump_config, load_config
 
         from rlhf_launch.offline.run import ScaledOfflineConfig
 
@@ -33,7 +33,7 @@ def offline(
         if print_config:
             typer.echo(dump_config(settings), nl=False)
             return
-        from rlhf_algos.command import ProgressBar
+        from rlhf_algos import ProgressBar
 
         from rlhf_launch.offline.run import train_at_scale
 

@@ -35,7 +35,7 @@ class Overlap:
     max_in_flight: int = 0
     """Prompts being generated or scored at the same time; 0 for as many as max_staleness allows."""
     off_policy_correction: bool = True
-    """Truncated importance sampling (see rlhf_algos.off_policy) if the algorithm's `off_policy` names nothing."""
+    """Truncated importance sampling where the algorithm's `off_policy` names no correction."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 1:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf_algos.off_policy import OffPolicyCorrection
-from rlhf_algos.recipes.recipes import GRPO, PPO
+from rlhf_algos import GRPO, PPO, OffPolicyCorrection
 from rlhf_core import ConfigError, LoraConfig, OptimizerConfig
 from rlhf_core.interfaces.training import DType
 

@@ -11,9 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rlhf_algos.config.loader import to_plain
-from rlhf_algos.data.sources import DataSource, read_rows
-from rlhf_algos.torch_engine.model import check_model_path
+from rlhf_algos import DataSource, check_model_path, read_rows, to_plain
 from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, Score, check_scores
 
 from rlhf_launch.config.run import (

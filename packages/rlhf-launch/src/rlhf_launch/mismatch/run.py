@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rlhf_algos.torch_engine.model import check_model_path
+from rlhf_algos import check_model_path
 from rlhf_core import ConfigError, SamplingConfig, Trajectory, collate
 from torch import Tensor
 

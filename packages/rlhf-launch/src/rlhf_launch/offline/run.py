@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_algos import EngineFactory, OfflineConfig, TrainResult, train
-from rlhf_algos.offline.loop import Event
+from rlhf_algos import EngineFactory, OfflineConfig, OfflineEvent, TrainResult, train
 from rlhf_core import (
     TRAIN_ENGINES,
     Batch,
@@ -80,7 +79,7 @@ class ScaledOfflineConfig(OfflineConfig):
         OfflineConfig.__post_init__(self)
 
 
-def train_at_scale(config: ScaledOfflineConfig, *, on_event: Event | None = None) -> TrainResult:
+def train_at_scale(config: ScaledOfflineConfig, *, on_event: OfflineEvent | None = None) -> TrainResult:
     """Run an offline method on the engine and the ranks that `config.scale` names.
 
     Raises:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rlhf_algos.kl import KLController
-from rlhf_algos.recipes.recipes import Recipe
+from rlhf_algos import KLController, Recipe
 from rlhf_core import Batch, Mean, Score, StepReport, collate
 
 from rlhf_launch.config.run import RunConfig

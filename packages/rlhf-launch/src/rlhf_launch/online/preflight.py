@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_algos.data.sources import DataSource, read_rows
-from rlhf_algos.torch_engine.model import check_model_path
+from rlhf_algos import DataSource, check_model_path, read_rows
 from rlhf_core import ConfigError, load_object
 
 from rlhf_launch.config.run import EvaluationSection, RunConfig

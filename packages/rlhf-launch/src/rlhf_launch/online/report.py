@@ -10,7 +10,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rlhf_algos.metrics import MetricsWriter
+from rlhf_algos import MetricsWriter
 from rlhf_core import Batch, Score, StepReport, Trajectory
 
 from rlhf_launch.online.evaluation import Evaluation
@@ -170,7 +170,7 @@ def plot_run(metrics_path: Path, image_path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from rlhf_algos.metrics import read_metrics
+    from rlhf_algos import read_metrics
 
     rows = read_metrics(metrics_path)
     panels = [

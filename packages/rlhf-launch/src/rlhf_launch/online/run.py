@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rlhf_algos.config.loader import dump_config
+from rlhf_algos import dump_config
 from rlhf_core import ConfigError
 
 from rlhf_launch.config.rollout import Overlap

@@ -14,9 +14,7 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from rlhf_algos.config.loader import load_config
-from rlhf_algos.losses.offline.sft import SFTConfig, sft
-from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos import SFTConfig, TorchEngine, load_config, sft
 from rlhf_core import Batch, EngineConfig, Loss, OptimizerConfig
 
 from rlhf_launch.config.run import RunConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_algos.data.sources import Row
+from rlhf_algos import Row
 from rlhf_core import DataError
 
 from rlhf_launch.config.run import DataSection

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_algos.torch_engine.model import check_model_path
+from rlhf_algos import check_model_path
 from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory
 from rlhf_rollout import CombinedReward, FailureHandling, ModelReward, RobustReward, StepReward
 from rlhf_rollout.rewards.endpoints import unreachable

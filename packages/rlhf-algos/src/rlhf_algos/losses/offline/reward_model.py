@@ -20,7 +20,7 @@ on and ignores the margin; this one does neither.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewardLossConfig:
+class BradleyTerryConfig:
     """Configuration of `bradley_terry`."""
 
     loss: RewardLoss = "sigmoid"
@@ -41,7 +41,7 @@ class RewardLossConfig:
         return ("scores",)
 
 
-def bradley_terry(outputs: ModelOutputs, batch: Batch, config: RewardLossConfig) -> LossTerms:
+def bradley_terry(outputs: ModelOutputs, batch: Batch, config: BradleyTerryConfig) -> LossTerms:
     """Bradley-Terry with margin (Touvron et al. 2023, eq. 2), a mean over pairs.
 
     Needs `scores`. Rows alternate chosen, rejected. Optional column `margin` [rows], read from the chosen rows.
@@ -68,7 +68,7 @@ def bradley_terry(outputs: ModelOutputs, batch: Batch, config: RewardLossConfig)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRewardLossConfig:
-    """Configuration of `process_reward`."""
+    """Configuration of `process_reward_loss`."""
 
     supervision: Literal["process", "outcome"] = "process"
     """`process`: every labelled step counts; `outcome`: the last one of each row, which judges the answer."""
@@ -105,7 +105,7 @@ class ProcessRewardLossConfig:
         return "policy" if self.label_tokens else "reward"
 
 
-def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardLossConfig) -> LossTerms:
+def process_reward_loss(outputs: ModelOutputs, batch: Batch, config: ProcessRewardLossConfig) -> LossTerms:
     """Binary cross-entropy of each step's value against its label (Lightman et al. 2023; Wang et al. 2024).
 
     Needs `values` (a scalar head), or with `config.label_tokens` `candidate_log_probs` of the two label tokens,
@@ -133,7 +133,7 @@ def process_reward(outputs: ModelOutputs, batch: Batch, config: ProcessRewardLos
 def _check_outputs(outputs: ModelOutputs, config: ProcessRewardLossConfig) -> None:
     (name,) = config.outputs
     if getattr(outputs, name) is None:
-        raise ConfigError(f"process_reward needs {name}; use Loss(..., outputs=({name!r},))")
+        raise ConfigError(f"process_reward_loss needs {name}; use Loss(..., outputs=({name!r},))")
 
 
 def _step_log_probs(
@@ -154,7 +154,7 @@ def _step_log_probs(
 def step_positions(
     token_ids: Int[Tensor, "rows length"], attention_mask: Bool[Tensor, "rows length"], placeholder_id: int
 ) -> Bool[Tensor, "rows length"]:
-    """True on the token after each placeholder: the response mask of `process_reward`.
+    """True on the token after each placeholder: the response mask of `process_reward_loss`.
 
     A placeholder must be followed by a token; end the row with end-of-text.
 

@@ -14,14 +14,14 @@ from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
-    log_ratios,
+    policy_log_ratios,
     policy_mask,
     token_advantages,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyLossConfig(PolicyTermsConfig):
+class PPOClipConfig(PolicyTermsConfig):
     """Configuration of `ppo_clip`."""
 
     clip_range: float = 0.2
@@ -48,7 +48,7 @@ class PolicyLossConfig(PolicyTermsConfig):
         return 1 - self.clip_range, 1 + high
 
 
-def ppo_clip(outputs: ModelOutputs, batch: Batch, config: PolicyLossConfig) -> LossTerms:
+def ppo_clip(outputs: ModelOutputs, batch: Batch, config: PPOClipConfig) -> LossTerms:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), per token.
 
     loss_t = max(-A_t r_t, -A_t clip(r_t, 1 - clip_range, 1 + clip_range_high)) with the ratio
@@ -59,7 +59,7 @@ def ppo_clip(outputs: ModelOutputs, batch: Batch, config: PolicyLossConfig) -> L
     approx_kl, entropy, kl.
     """
     advantages = token_advantages(batch)
-    ratio = log_ratios(outputs, batch, config.log_ratio_limit).exp()
+    ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit).exp()
     low, high = config.bounds
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
     per_token = torch.maximum(plain, clipped)

@@ -15,11 +15,11 @@ from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, masked_mean, mean_of
 from torch import Tensor
 
-from rlhf_algos.losses.online.clipped import PolicyLossConfig
+from rlhf_algos.losses.online.clipped import PPOClipConfig
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
-    log_ratios,
+    policy_log_ratios,
     policy_mask,
     token_advantages,
 )
@@ -63,13 +63,13 @@ def kl_cov(outputs: ModelOutputs, batch: Batch, config: KLCovConfig) -> LossTerm
     Metrics: cov_selected and those of `finish_policy_loss`.
     """
     mask, selected = policy_mask(batch), _selected(batch)
-    log_ratio = log_ratios(outputs, batch, config.log_ratio_limit)
+    log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit)
     per_token = -token_advantages(batch) * log_ratio.exp() + config.penalty_coef * log_ratio.abs() * selected
     return finish_policy_loss(per_token, outputs, batch, config, {"cov_selected": mean_of(selected.float(), mask)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClipCovConfig(PolicyLossConfig):
+class ClipCovConfig(PPOClipConfig):
     """Configuration of `clip_cov`."""
 
     fraction: float = 0.0002
@@ -81,7 +81,7 @@ class ClipCovConfig(PolicyLossConfig):
     """Of the draw among the tokens that qualify; the draw also depends on the batch's tokens."""
 
     def __post_init__(self) -> None:
-        PolicyLossConfig.__post_init__(self)
+        PPOClipConfig.__post_init__(self)
         _check_fraction(self.fraction)
         if not self.covariance_low < self.covariance_high:
             raise ConfigError(
@@ -106,7 +106,7 @@ def clip_cov(outputs: ModelOutputs, batch: Batch, config: ClipCovConfig) -> Loss
     Metrics: cov_selected, clip_fraction and those of `finish_policy_loss`.
     """
     mask, selected, advantages = policy_mask(batch), _selected(batch), token_advantages(batch)
-    ratio = log_ratios(outputs, batch, config.log_ratio_limit).exp()
+    ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit).exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(*config.bounds)
     per_token = torch.maximum(plain, clipped)
     if config.dual_clip is not None:

@@ -8,14 +8,14 @@ from typing import Any
 from rlhf_core import ConfigError, Loss, config_from, did_you_mean, load_object
 from rlhf_core.interfaces.loss import LossFunction
 
-from rlhf_algos.losses.online.clipped import PolicyLossConfig, ReinforceConfig, ppo_clip, reinforce
+from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.losses.online.terms import PolicyTermsConfig
 
 POLICY_LOSSES: Mapping[str, tuple[LossFunction, type[PolicyTermsConfig]]] = {
-    "ppo_clip": (ppo_clip, PolicyLossConfig),
+    "ppo_clip": (ppo_clip, PPOClipConfig),
     "reinforce": (reinforce, ReinforceConfig),
     "gspo": (gspo, GSPOConfig),
     "gmpo": (gmpo, GMPOConfig),

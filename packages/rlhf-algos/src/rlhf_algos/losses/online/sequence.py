@@ -8,11 +8,11 @@ import torch
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
 
 from rlhf_algos.losses.aggregation import Aggregation
-from rlhf_algos.losses.online.clipped import PolicyLossConfig
+from rlhf_algos.losses.online.clipped import PPOClipConfig
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
-    log_ratios,
+    policy_log_ratios,
     policy_mask,
     sequence_log_ratio,
     token_advantages,
@@ -20,7 +20,7 @@ from rlhf_algos.losses.online.terms import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GSPOConfig(PolicyLossConfig):
+class GSPOConfig(PPOClipConfig):
     """Configuration of `gspo`; the clip range is the paper's, far narrower than PPO's. Change both sides of it."""
 
     aggregation: Aggregation = "seq_mean_token_mean"
@@ -42,7 +42,7 @@ def gspo(outputs: ModelOutputs, batch: Batch, config: GSPOConfig) -> LossTerms:
     Metrics as for `ppo_clip`.
     """
     mask, advantages = policy_mask(batch), token_advantages(batch)
-    token_log_ratio = log_ratios(outputs, batch, config.log_ratio_limit)
+    token_log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit)
     log_ratio = sequence_log_ratio(token_log_ratio, mask)
     if not config.length_normalized:
         log_ratio = token_log_ratio.sum(dim=1, keepdim=True).clamp(-config.log_ratio_limit, config.log_ratio_limit)
@@ -86,7 +86,7 @@ def gmpo(outputs: ModelOutputs, batch: Batch, config: GMPOConfig) -> LossTerms:
     that PPO clips: above where A > 0, below where A < 0. Metrics: clip_fraction and those of `finish_policy_loss`.
     """
     mask, advantages = policy_mask(batch), token_advantages(batch)
-    log_ratio = log_ratios(outputs, batch, config.log_ratio_limit)
+    log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit)
     high = config.clip_range if config.clip_range_high is None else config.clip_range_high
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-config.clip_range))
     per_token = -advantages * sequence_log_ratio(clipped, mask).exp()

@@ -11,7 +11,7 @@ from rlhf_algos.losses.aggregation import Aggregation
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
-    log_ratios,
+    policy_log_ratios,
     policy_mask,
     token_advantages,
 )
@@ -41,7 +41,7 @@ def cispo(outputs: ModelOutputs, batch: Batch, config: CISPOConfig) -> LossTerms
     and those of `finish_policy_loss`.
     """
     mask = policy_mask(batch)
-    ratio = log_ratios(outputs, batch, config.log_ratio_limit).exp().detach()
+    ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit).exp().detach()
     clipped = ratio.clamp(config.ratio_low, config.ratio_high)
     log_probs = outputs.log_probs.masked_fill(~mask, 0)  # type: ignore[union-attr]
     metrics = {"clip_fraction": mean_of((clipped != ratio).float(), mask)}
@@ -74,7 +74,7 @@ def sapo(outputs: ModelOutputs, batch: Batch, config: SAPOConfig) -> LossTerms:
     (the slope relative to r_t = 1) and those of `finish_policy_loss`.
     """
     advantages = token_advantages(batch)
-    ratio = log_ratios(outputs, batch, config.log_ratio_limit).exp()
+    ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit).exp()
     tau = torch.where(advantages > 0, config.temperature_positive, config.temperature_negative)
     sigmoid = torch.sigmoid(tau * (ratio - 1))
     metrics = {"gate": mean_of(4 * sigmoid * (1 - sigmoid), policy_mask(batch))}

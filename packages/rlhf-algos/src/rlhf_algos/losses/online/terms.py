@@ -61,7 +61,7 @@ class PolicyTermsConfig:
         return ("log_probs", *extra)
 
 
-def log_ratios(outputs: ModelOutputs, batch: Batch, limit: float) -> Float[Tensor, "rows length"]:
+def policy_log_ratios(outputs: ModelOutputs, batch: Batch, limit: float) -> Float[Tensor, "rows length"]:
     """log_probs - old_log_probs, clamped to +-limit and zero outside the response mask.
 
     A batch without the column `old_log_probs` is on-policy: the ratio is 1 with the gradient of log_probs (TRL
@@ -104,7 +104,7 @@ def finish_policy_loss(
     mask = policy_mask(batch)
     if "importance_weights" in batch:
         per_token = per_token * batch["importance_weights"].masked_fill(~mask, 0)
-    log_ratio = log_ratios(outputs, batch, config.log_ratio_limit)
+    log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit)
     reduce = {
         "how": config.aggregation,
         "max_length": config.max_length,

@@ -11,7 +11,7 @@ from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValueLossConfig:
+class ValueClipConfig:
     """Configuration of `value_clip`."""
 
     clip_range: float | None = 0.2
@@ -34,7 +34,7 @@ class ValueLossConfig:
         return ("values",)
 
 
-def value_clip(outputs: ModelOutputs, batch: Batch, config: ValueLossConfig) -> LossTerms:
+def value_clip(outputs: ModelOutputs, batch: Batch, config: ValueClipConfig) -> LossTerms:
     """Half the larger of the squared errors of the value and of the clipped value, per token.
 
     loss_t = max((v - R)^2, (clip(v, v_old +- clip_range) - R)^2) / 2. Columns: `returns`, and `old_values` if

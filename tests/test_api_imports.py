@@ -1,0 +1,36 @@
+"""Who is outside a package imports from its top, or from a folder that is public by name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PUBLIC_FOLDERS = {"rlhf_algos": ("rlhf_algos.testing",)}
+"""Packages whose top is their whole API, and the folders beside it that others may import from."""
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def outsiders(package):
+    folder = ROOT / "packages" / package.replace("_", "-")
+    for place in ("packages", "examples", "benchmarks", "tests"):
+        yield from (path for path in (ROOT / place).rglob("*.py") if folder not in path.parents)
+
+
+@pytest.mark.parametrize("package", sorted(PUBLIC_FOLDERS))
+def test_nobody_outside_reaches_below_the_top(package):
+    allowed = (package, *PUBLIC_FOLDERS[package])
+    found = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in outsiders(package)
+        for module in imported_modules(path)
+        if module.startswith(package + ".") and module not in allowed
+    ]
+    assert not found
