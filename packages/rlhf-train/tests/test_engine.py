@@ -9,7 +9,7 @@ pytestmark = pytest.mark.stack
 
 class TestZero3(TrainEngineConformance):
     # 0: nothing is exempt from sharding, although the model is tiny.
-    options: ClassVar[dict[str, Any]] = {"stage": 3, "param_persistence_threshold": 0}
+    settings: ClassVar[dict[str, Any]] = {"options": {"stage": 3, "param_persistence_threshold": 0}}
 
     @pytest.fixture(scope="class")
     def engine_factory(self):
@@ -17,16 +17,16 @@ class TestZero3(TrainEngineConformance):
 
 
 class TestZero3WithPersistentParameters(TestZero3):
-    options: ClassVar[dict[str, Any]] = {"stage": 3}
+    settings: ClassVar[dict[str, Any]] = {"options": {"stage": 3}}
 
 
 class TestZero2(TestZero3):
-    options: ClassVar[dict[str, Any]] = {"stage": 2}
+    settings: ClassVar[dict[str, Any]] = {"options": {"stage": 2}}
 
 
 class TestZero1(TestZero3):
-    options: ClassVar[dict[str, Any]] = {"stage": 1}
+    settings: ClassVar[dict[str, Any]] = {"options": {"stage": 1}}
 
 
 class TestZero0(TestZero3):
-    options: ClassVar[dict[str, Any]] = {"stage": 0}
+    settings: ClassVar[dict[str, Any]] = {"options": {"stage": 0}}

@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 from rlhf_core import ConfigError, EngineConfig, Loss, OptimizerConfig
-from rlhf_core.testing.engine import rows, supervised_loss
+from rlhf_core.testing.engine_ground import rows, supervised_loss
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import DeepSpeedEngine
 

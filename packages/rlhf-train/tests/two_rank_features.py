@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rlhf_core import Batch, EngineConfig, Loss, LossTerms, ModelOutputs, OptimizerConfig, accumulate, model_outputs
-from rlhf_core.testing.engine import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
+from rlhf_core.testing.engine_ground import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
 from rlhf_train import DeepSpeedEngine
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

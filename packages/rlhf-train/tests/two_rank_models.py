@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rlhf_core import Batch, Loss, LossTerms, ModelOutputs
-from rlhf_core.testing.engine import SMOOTH, forward, gap, supervised_loss
+from rlhf_core.testing.engine_ground import SMOOTH, forward, gap, supervised_loss
 from rlhf_train import MergeConfig, merge_adapter
 from two_rank_features import NLL, half, plain_steps, samples, smooth_adam, weights_of
 

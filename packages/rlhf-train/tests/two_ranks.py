@@ -30,7 +30,7 @@ from rlhf_core import (
     receive_weights,
     send_weights,
 )
-from rlhf_core.testing.engine import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
+from rlhf_core.testing.engine_ground import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
 from rlhf_train import DeepSpeedEngine
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from two_rank_features import FeatureChecks

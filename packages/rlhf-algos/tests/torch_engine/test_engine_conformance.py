@@ -10,7 +10,7 @@ class TestTorchEngine(TrainEngineConformance):
 
 
 class TestTorchEngineWithoutPacking(TrainEngineConformance):
-    options = {"packing": False}  # noqa: RUF012
+    settings = {"packing": False}  # noqa: RUF012
 
     @pytest.fixture(scope="class")
     def engine_factory(self):

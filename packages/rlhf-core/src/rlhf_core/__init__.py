@@ -1,9 +1,9 @@
 """Data types, seams and the weight-sync protocol that the rlhf packages, and replacements of them, share."""
 
 from rlhf_core.adapters.lora import LoraConfig
-from rlhf_core.data.batch import Batch, collate, pad_rows
+from rlhf_core.checks import check_choice, check_number, check_switch, check_whole
+from rlhf_core.data.batch import Batch, collate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
-from rlhf_core.data.masking import masked_mean, masked_sum
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import (
@@ -21,15 +21,34 @@ from rlhf_core.errors import (
     UserError,
     WeightSyncError,
 )
+from rlhf_core.interfaces.engine_config import DType, EngineConfig, OptimizerConfig, Role, Schedule
 from rlhf_core.interfaces.environments import Environment, Observation, ToolCall, Turn
 from rlhf_core.interfaces.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
 from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
-from rlhf_core.interfaces.training import EngineConfig, OptimizerConfig, Role, StepReport, TrainEngine
+from rlhf_core.interfaces.training import (
+    KeepsAverage,
+    MemoryReport,
+    PendingSave,
+    ReportsMemory,
+    SavesInBackground,
+    SendsAdapters,
+    StepReport,
+    TrainCapabilities,
+    TrainEngine,
+)
 from rlhf_core.model.forward import model_outputs
 from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from rlhf_core.options import config_from, did_you_mean, nearest
-from rlhf_core.plugins import ROLLOUT_BACKENDS, TRAIN_ENGINES, load_object, load_plugin, plugin_names
+from rlhf_core.plugins import (
+    ROLLOUT_BACKENDS,
+    TRAIN_ENGINES,
+    NeedsEnvVars,
+    env_vars_of,
+    load_object,
+    load_plugin,
+    plugin_names,
+)
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.random_state import RandomState
@@ -56,6 +75,7 @@ __all__ = [
     "Bucket",
     "CapabilityError",
     "ConfigError",
+    "DType",
     "DataError",
     "DeadlineExceeded",
     "DeltaSource",
@@ -66,24 +86,29 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "GenerationResult",
+    "KeepsAverage",
     "Link",
     "LogProbMeaning",
     "LoraConfig",
     "Loss",
     "LossTerms",
     "Mean",
+    "MemoryReport",
     "ModelOutputs",
     "ModuleWeights",
+    "NeedsEnvVars",
     "Observation",
     "OneRank",
     "OptimizerConfig",
     "PackingSource",
     "PauseMode",
+    "PendingSave",
     "PluginError",
     "RLHFError",
     "RandomState",
     "Ranks",
     "Receiver",
+    "ReportsMemory",
     "ResourceError",
     "RewardError",
     "RewardFunction",
@@ -92,12 +117,16 @@ __all__ = [
     "RolloutConfig",
     "Sample",
     "SamplingConfig",
+    "SavesInBackground",
+    "Schedule",
     "Score",
     "Sender",
+    "SendsAdapters",
     "StaleWeightsError",
     "StepReport",
     "TensorSpec",
     "ToolCall",
+    "TrainCapabilities",
     "TrainEngine",
     "TrainingDivergedError",
     "Trajectory",
@@ -108,14 +137,19 @@ __all__ = [
     "WeightSyncError",
     "accumulate",
     "check_base",
+    "check_choice",
     "check_coverage",
+    "check_number",
     "check_scores",
+    "check_switch",
+    "check_whole",
     "chunked_log_probs",
     "collate",
     "config_from",
     "copy_into",
     "did_you_mean",
     "entropy_from_logits",
+    "env_vars_of",
     "join",
     "keep_scored",
     "learning_rate",

@@ -5,14 +5,30 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlhf_core.errors import PluginError
 from rlhf_core.options import did_you_mean, nearest
 
 ROLLOUT_BACKENDS = "rlhf.rollout_backends"
 TRAIN_ENGINES = "rlhf.train_engines"
+
+
+@runtime_checkable
+class NeedsEnvVars(Protocol):
+    """A backend's or engine's class whose processes need variables (threads, devices) before they start."""
+
+    @staticmethod
+    def env_vars(config: Any) -> Mapping[str, str]:
+        """The environment variables of a process that will hold one of this configuration."""
+        ...
+
+
+def env_vars_of(plugin: Any, config: Any) -> dict[str, str]:
+    """What a backend's or engine's class wants in its process's environment; empty if it asks for nothing."""
+    return dict(plugin.env_vars(config)) if isinstance(plugin, NeedsEnvVars) else {}
 
 
 def plugin_names(group: str) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlhf_core import Loss, Mean, mean_of, merge_metrics
 from rlhf_core.interfaces.loss import zero_outputs
-from rlhf_core.testing.engine import rows, supervised_loss
+from rlhf_core.testing.engine_ground import rows, supervised_loss
 
 
 def test_the_weight_is_known_without_a_model():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import Loss, LossTerms, ModelOutputs, accumulate, mean_of, score_in_micro_batches
-from rlhf_core.testing.engine import rows
+from rlhf_core.testing.engine_ground import rows
 from rlhf_core.training.micro_batches import cut_micro_batches
 
 

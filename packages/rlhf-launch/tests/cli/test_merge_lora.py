@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_core import EngineConfig, Loss, OptimizerConfig
-from rlhf_core.testing.engine import forward, rows, supervised_loss
+from rlhf_core.testing.engine_ground import forward, rows, supervised_loss
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.cli.main import app
 from typer.testing import CliRunner

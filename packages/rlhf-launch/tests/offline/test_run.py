@@ -91,7 +91,7 @@ class Rank:
 
 
 def test_a_batch_of_fewer_units_than_ranks_is_scored(inputs, monkeypatch):
-    from rlhf_core.testing.engine import rows
+    from rlhf_core.testing.engine_ground import rows
 
     monkeypatch.setattr("rlhf_launch.placement.plans.TrainWorker", Rank)
     engine = PlacedEngine(

@@ -15,8 +15,11 @@ from rlhf_core import (
     ConfigError,
     EngineConfig,
     Loss,
+    MemoryReport,
     ModelOutputs,
+    PendingSave,
     StepReport,
+    TrainCapabilities,
     WeightSource,
     accumulate,
     score_in_micro_batches,
@@ -26,7 +29,6 @@ from rlhf_core.training.micro_batches import TokenBudget
 from rlhf_core.training.random_state import RandomState
 from torch import Tensor
 
-from rlhf_train.checkpoint.background import PendingSave
 from rlhf_train.checkpoint.checkpoint import (
     EngineState,
     Progress,
@@ -35,10 +37,10 @@ from rlhf_train.checkpoint.checkpoint import (
     save_in_background,
 )
 from rlhf_train.config.checks import check_compatible
+from rlhf_train.config.env_vars import env_vars
 from rlhf_train.config.options import ZeroConfig, deepspeed_config
-from rlhf_train.config.process_environment import process_environment
 from rlhf_train.gradients import drop_gradients
-from rlhf_train.memory import MemoryReport, PhaseMemory
+from rlhf_train.memory import PhaseMemory
 from rlhf_train.model.build import build_module, group_with_common_rows, wrap_module
 from rlhf_train.model.optimizers import set_learning_rate
 from rlhf_train.model.role_model import release_engine
@@ -67,10 +69,21 @@ class DeepSpeedEngine:
         ConfigError: an unknown option (see ZeroConfig), settings that exclude each other, or no such model.
     """
 
-    process_environment = staticmethod(process_environment)
+    env_vars = staticmethod(env_vars)
+
+    @staticmethod
+    def capabilities(config: EngineConfig) -> TrainCapabilities:
+        """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""
+        check_compatible(config, ZeroConfig.of(config))
+        return TrainCapabilities(
+            adapter_weights=config.trained and config.lora is not None and config.quantize is None,
+            background_save=True,
+            average=config.average_decay is not None,
+            memory_report=True,
+        )
 
     def __init__(self, config: EngineConfig) -> None:
-        zero = ZeroConfig.from_options(config.options)
+        zero = ZeroConfig.of(config)
         check_compatible(config, zero)
         self.config = config
         self.zero = zero
@@ -78,14 +91,14 @@ class DeepSpeedEngine:
         on_cuda = config.device.startswith("cuda")
         self.device = torch.device("cuda", self.ranks.info.local_rank) if on_cuda else torch.device("cpu")
         settings = deepspeed_config(config, zero, world_size=self.ranks.size)
-        self._replays = zero.routing_replay and config.role == "policy"
+        self._replays = config.routing_replay
         self._module: Any = build_module(config, zero, settings, ranks=self.ranks, replay=self._replays)
         self._deepspeed: Any = wrap_module(self._module, config, zero, settings, device=self.device)
-        if zero.packing:
+        if config.packing:
             self._enable_packing()
         self.packing: bool = self._module.packing
         """Whether rows run unpadded, with shared prompts run once."""
-        self._sequence = group_with_common_rows(self.model, zero, ranks=self.ranks)
+        self._sequence = group_with_common_rows(self.model, config, zero, ranks=self.ranks)
         self._average = self._start_average()
         self._weights: ZeroWeights | None = None
         self._last_outputs: dict[str, Tensor] = {}
@@ -96,9 +109,9 @@ class DeepSpeedEngine:
         self._offloaded = False
 
     def _start_average(self) -> AverageWeights | None:
-        if self.zero.average_decay is None or self.config.optimizer is None:
+        if self.config.average_decay is None:
             return None
-        return AverageWeights(self.model, self._deepspeed, decay=self.zero.average_decay, ranks=self.ranks)
+        return AverageWeights(self.model, self._deepspeed, decay=self.config.average_decay, ranks=self.ranks)
 
     def _enable_packing(self) -> None:
         """Tried on a few tokens, by all ranks together, so after sharding and through the root."""
@@ -250,7 +263,7 @@ class DeepSpeedEngine:
         Raises:
             ConfigError: there are none, or the engine's own weights are not those of the checkpoint (4 bits).
         """
-        if self.zero.lora is not None and self.zero.lora.quantize is not None:
+        if self.config.quantize is not None:
             raise ConfigError(
                 "adapter sync: the policy's weights are in 4 bits, those of the rollout engines are not, and so an "
                 "adapter means something else to each; sync all weights (adapters: merged)"
@@ -295,12 +308,20 @@ class DeepSpeedEngine:
     def _state(self) -> EngineState:
         return EngineState(progress=self._progress, random=self._random.state, average=self._average)
 
-    def export(self, path: Path, *, averaged: bool = False) -> None:
-        """See TrainEngine. Rank 0 writes. `averaged` writes the moving average instead of the weights."""
-        with self.averaged_weights() if averaged else contextlib.nullcontext():
-            export_model(self.model, path, ranks=self.ranks, shard_bytes=self.zero.export_shard_bytes)
-            if self.zero.lora is not None and self.config.optimizer is not None:
-                export_adapters(self.model, path, self.zero.lora, ranks=self.ranks, base=self.config.model)
+    def export(self, path: Path) -> None:
+        """See TrainEngine. Rank 0 writes."""
+        export_model(self.model, path, ranks=self.ranks, shard_bytes=self.zero.export_shard_bytes)
+        if self.config.lora is not None and self.config.trained:
+            export_adapters(self.model, path, self.config.lora, ranks=self.ranks, base=self.config.model)
+
+    def export_average(self, path: Path) -> None:
+        """See KeepsAverage. Rank 0 writes.
+
+        Raises:
+            ConfigError: the engine keeps no average.
+        """
+        with self.averaged_weights():
+            self.export(path)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the engine's weights are their moving average: score, export or sync there.
@@ -309,7 +330,7 @@ class DeepSpeedEngine:
             ConfigError: the engine keeps none.
         """
         if self._average is None:
-            raise ConfigError("the engine keeps no average of its weights; give it the option average_decay")
+            raise ConfigError("the engine keeps no average of its weights; set average_decay")
         return self._average.in_place()
 
     def memory_report(self) -> MemoryReport:

@@ -5,52 +5,12 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_core import MemoryReport
 from torch import Tensor, nn
-
-_PARTS = ("parameters", "gradients", "optimizer", "average", "resident", "device")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryReport:
-    """Bytes of one rank. Tensors count where they are, on the accelerator or in host memory."""
-
-    parameters: int
-    """Weights of the model: this rank's shards, and what every rank holds in full."""
-    gradients: int
-    optimizer: int
-    """Moments and float32 master weights."""
-    average: int
-    """Moving average of the weights."""
-    resident: int
-    """Resident host memory of the process now."""
-    peaks: Mapping[str, int] = field(default_factory=dict)
-    """Highest use during each phase (`step`, `score`, `offload`): accelerator memory on CUDA, resident memory on
-    the CPU."""
-    device: int = 0
-    """Accelerator memory in use now, of all that this process holds there; 0 on the CPU."""
-    after_offload: int | None = None
-    """Accelerator memory that stayed in use after the last `offload`; None if there was none."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """All numbers in bytes under flat names, peaks as `peak_<phase>`."""
-        parts = {name: getattr(self, name) for name in _PARTS}
-        parts |= {f"peak_{phase}": peak for phase, peak in self.peaks.items()}
-        return parts if self.after_offload is None else {**parts, "after_offload": self.after_offload}
-
-    def metrics(self, prefix: str = "memory") -> dict[str, float]:
-        """The sizes in GiB, for a log.
-
-        >>> one = MemoryReport(parameters=1 << 30, gradients=0, optimizer=0, average=0, resident=0)
-        >>> one.metrics("policy")["policy/parameters_gib"]
-        1.0
-        """
-        return {f"{prefix}/{name}_gib": size / 2**30 for name, size in self.sizes.items()}
 
 
 class PhaseMemory:

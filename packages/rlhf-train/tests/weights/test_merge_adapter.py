@@ -9,7 +9,7 @@ from rlhf_core.adapters.files import FOLDER, AdapterBase, adapter_parameters, fi
 from rlhf_core.adapters.lora import add_adapters
 from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
 from rlhf_core.model.forward import model_outputs
-from rlhf_core.testing.engine import forward, gap, rows
+from rlhf_core.testing.engine_ground import forward, gap, rows
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import MergeConfig, merge_adapter
 from safetensors.torch import load_file

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
-from rlhf_core.interfaces.training import DType, Schedule
+from rlhf_core import ConfigError, DType, EngineConfig, LoraConfig, OptimizerConfig, Schedule
 
 from rlhf_algos.config.loader import from_mapping, to_plain
 from rlhf_algos.data.encoding import LengthLimit

@@ -91,5 +91,5 @@ def find_adapter(path: Path) -> Path:
             return folder
     raise ConfigError(
         f"no adapter in {str(path)!r}: neither it nor {FOLDER}/ in it has {CONFIG}; give a directory that peft "
-        "wrote, or what an engine with the option lora exported"
+        "wrote, or what an engine with lora exported"
     )

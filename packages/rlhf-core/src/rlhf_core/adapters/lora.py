@@ -67,7 +67,7 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int, extra: str) -> No
     try:
         import peft
     except ImportError:
-        raise ConfigError(f"the option lora needs peft; install {extra}") from None
+        raise ConfigError(f"lora needs peft; install {extra}") from None
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,

@@ -1,4 +1,4 @@
-"""Rows of tokens with named per-token and per-row columns: what engines and algorithms exchange."""
+"""Rows of tokens with named per-token and per-row columns, which engines and algorithms exchange; masked sums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf_core.data.trajectory import Trajectory
@@ -163,3 +163,19 @@ def collate(
         temperature=temperature,
         sample_ids=tuple(t.sample_id for t in items),
     )
+
+
+def masked_sum(
+    values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Sum where `mask` is True, 0 where nothing is. Other positions may hold anything, NaN included."""
+    kept = values.masked_fill(~mask, 0)
+    return kept.sum() if dim is None else kept.sum(dim=dim)
+
+
+def masked_mean(
+    values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Mean where `mask` is True; 0 where nothing is."""
+    count = mask.sum() if dim is None else mask.sum(dim=dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)

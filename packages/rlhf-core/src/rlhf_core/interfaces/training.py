@@ -5,83 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from rlhf_core.data.batch import Batch
-from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces.engine_config import EngineConfig
 from rlhf_core.interfaces.loss import Loss, ModelOutputs
 from rlhf_core.weight_sync.source import WeightSource
-
-Role = Literal["policy", "critic", "reference", "reward"]
-"""`policy` and `reference` are causal language models, `critic` and `reward` have a scalar head."""
-
-DType = Literal["float32", "bfloat16", "float16"]
-Schedule = Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW, or Muon for matrices and AdamW for the rest, with a warm-up schedule."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` (Jordan et al. 2024) orthogonalises the momentum of hidden matrices; embeddings, heads, norms and
-    biases keep AdamW. An engine without it refuses it."""
-    learning_rate: float = 1e-6
-    muon_learning_rate: float | None = None
-    """Rate of the matrices under `muon`, on the same schedule; None for `learning_rate`. Muon's updates have a
-    fixed size, so its rates are larger than Adam's."""
-    muon_momentum: float = 0.95
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm; 0 switches clipping off."""
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-    total_steps: int = 0
-    """Optimizer steps until a linear, cosine or wsd schedule reaches `min_learning_rate_ratio`; 0 lets the training
-    loop fill in the length of its run."""
-    min_learning_rate_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("adamw", "muon"):
-            raise ConfigError(f"optimizer: kind must be 'adamw' or 'muon', got {self.kind!r}")
-        if self.schedule not in get_args(Schedule):
-            raise ConfigError(
-                f"optimizer: schedule must be one of {', '.join(get_args(Schedule))}, got {self.schedule!r}"
-            )
-        if self.learning_rate < 0:
-            raise ConfigError(f"optimizer: learning_rate must not be negative, got {self.learning_rate}")
-        if self.total_steps and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"optimizer: schedule {self.schedule!r} needs total_steps > warmup_steps, got "
-                f"total_steps={self.total_steps}, warmup_steps={self.warmup_steps}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """What every training engine needs to know. `options` belong to the one engine that reads them."""
-
-    model: str
-    """Path of a Transformers directory, or a hub name."""
-    role: Role = "policy"
-    optimizer: OptimizerConfig | None = None
-    """None for a frozen role (reference, reward): no optimizer state is made."""
-    dtype: DType = "float32"
-    device: str = "cpu"
-    max_tokens_per_micro_batch: int = 16384
-    """Tokens that go through the model together: those that it runs, so a prompt that packed rows share counts
-    once, and padding counts where rows are padded. A longer row has a micro-batch of its own."""
-    gradient_checkpointing: bool = False
-    attention: str | None = None
-    """Attention implementation of the model; None chooses."""
-    seed: int = 0
-    max_skipped_steps: int = 5
-    """Consecutive steps with a non-finite loss or gradient after which the engine raises."""
-    trust_remote_code: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +29,75 @@ class StepReport:
     """Tokens that went through the model, over all ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """Bytes that one rank holds. A tensor counts where it is, on the accelerator or in host memory."""
+
+    parameters: int
+    """Weights of the model: this rank's shards, and what every rank holds in full."""
+    gradients: int
+    optimizer: int
+    """Moments and float32 master weights."""
+    average: int
+    """Moving average of the weights."""
+    resident: int
+    """Resident host memory of the process now."""
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """Highest use during each phase (`step`, `score`, `offload`): accelerator memory on CUDA, resident memory on
+    the CPU."""
+    device: int = 0
+    """Accelerator memory in use now, of all that this process holds there; 0 on the CPU."""
+    after_offload: int | None = None
+    """Accelerator memory that stayed in use after the last `offload`; None if there was none."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """All numbers in bytes under flat names, peaks as `peak_<phase>`."""
+        parts = ("parameters", "gradients", "optimizer", "average", "resident", "device")
+        sizes = {name: getattr(self, name) for name in parts}
+        sizes |= {f"peak_{phase}": peak for phase, peak in self.peaks.items()}
+        return sizes if self.after_offload is None else {**sizes, "after_offload": self.after_offload}
+
+    def metrics(self, prefix: str = "memory") -> dict[str, float]:
+        """The sizes in GiB, for a log.
+
+        >>> one = MemoryReport(parameters=1 << 30, gradients=0, optimizer=0, average=0, resident=0)
+        >>> one.metrics("policy")["policy/parameters_gib"]
+        1.0
+        """
+        return {f"{prefix}/{name}_gib": size / 2**30 for name, size in self.sizes.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCapabilities:
+    """What an engine can do beyond `TrainEngine`. Each has a Protocol with the method for it."""
+
+    adapter_weights: bool = False
+    """It can send its adapters alone: `SendsAdapters`."""
+    background_save: bool = False
+    """It can save while training goes on: `SavesInBackground`."""
+    average: bool = False
+    """It keeps a moving average of its weights: `KeepsAverage`."""
+    memory_report: bool = False
+    """It says what it holds in memory: `ReportsMemory`."""
+
+
 @runtime_checkable
 class TrainEngine(Protocol):
-    """One rank of a training engine.
+    """One rank of a training engine. Constructed as `Engine(config: EngineConfig)`; ready when that returns.
 
-    With several ranks, every rank makes the same calls in the same order, each with its own rows. A class may have
-    a static method `process_environment(config) -> dict[str, str]`: variables that must be set before a rank's
-    process starts (threads, devices).
+    With several ranks, every rank makes the same calls in the same order, each with its own rows. A class whose
+    processes need variables set before they start also has `env_vars`; see `rlhf_core.NeedsEnvVars`.
     """
+
+    @staticmethod
+    def capabilities(config: EngineConfig) -> TrainCapabilities:
+        """What an engine of this configuration can do. Loads nothing and may be called in any process.
+
+        Raises:
+            ConfigError: the engine cannot honour a field of `config`, or does not know one of its options.
+        """
+        ...
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """Forward only, dropout off. CPU tensors in the order of the rows."""
@@ -143,4 +133,57 @@ class TrainEngine(Protocol):
 
     def close(self) -> None:
         """Release memory and process groups; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class SendsAdapters(Protocol):
+    """An engine that can send its adapters alone, a small part of all weights."""
+
+    def adapter_weights(self) -> WeightSource:
+        """The adapters, for receivers that hold the weights that this engine was loaded with."""
+        ...
+
+
+class PendingSave(Protocol):
+    """A save under way."""
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's files are on disk."""
+        ...
+
+    def wait(self) -> None:
+        """Block until the checkpoint is complete; all ranks together, any number of times.
+
+        Raises:
+            RLHFError: a rank could not write its files; the directory is then no checkpoint.
+        """
+        ...
+
+
+@runtime_checkable
+class SavesInBackground(Protocol):
+    """An engine that can be trained on while its checkpoint is written."""
+
+    def save_in_background(self, path: Path) -> PendingSave:
+        """Like `TrainEngine.save` of the state at this moment; complete when `wait` of the result has returned."""
+        ...
+
+
+@runtime_checkable
+class KeepsAverage(Protocol):
+    """An engine that keeps a moving average of its weights (`EngineConfig.average_decay`)."""
+
+    def export_average(self, path: Path) -> None:
+        """Like `TrainEngine.export`, of the average; the weights themselves stay as they are."""
+        ...
+
+
+@runtime_checkable
+class ReportsMemory(Protocol):
+    """An engine that says what its rank holds in memory."""
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that the rank holds now, and the peak of each phase so far."""
         ...

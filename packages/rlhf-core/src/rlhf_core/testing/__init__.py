@@ -7,5 +7,7 @@ import sys
 
 if "pytest" in sys.modules:
     # Failing checks then show the compared values, as in a test module.
-    for name in ("engine", "rollout_control", "rollout_ground", "rollout_sampling", "transport"):
+    engine = ("engine", "engine_ground", "engine_optional")
+    rollout = ("rollout_control", "rollout_ground", "rollout_sampling")
+    for name in (*engine, *rollout, "transport"):
         sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{name}")

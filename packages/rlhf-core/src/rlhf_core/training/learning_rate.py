@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces.training import OptimizerConfig
+from rlhf_core.interfaces.engine_config import OptimizerConfig
 
 WSD_CONSTANT = 0.8
 """Share of the steps after the warm-up in which the schedule `wsd` stays at the full rate."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.weight_sync.checksum import compare_checksum
 from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
-from rlhf_core.weight_sync.sealing import check_seal
 from rlhf_core.weight_sync.source import Load
 from rlhf_core.weight_sync.transports.transport import Receiver
 
@@ -39,7 +39,7 @@ def receive_weights(
     with contextlib.closing(receiver.receive(buckets)) as stream:  # type: ignore[type-var]
         for bucket, flat in _pairs(buckets, stream):
             if bucket.checksum:
-                check_seal(manifest, bucket, flat)
+                compare_checksum(manifest, bucket, flat)
             load(bucket.views(flat))
             load(_updated(bucket, flat, base))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.weight_sync.checksum import write_checksum
 from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
-from rlhf_core.weight_sync.sealing import write_checksum
 from rlhf_core.weight_sync.source import PackingSource, WeightSource
 from rlhf_core.weight_sync.transports.transport import Sender, Sending, closed_on_error
 
@@ -86,8 +85,7 @@ def _filled(source: WeightSource, bucket: Bucket, device: torch.device, buffer: 
 
 def _packing(source: WeightSource, bucket: Bucket) -> PackingSource | None:
     """The source, if it packs this bucket itself."""
-    packs = getattr(source, "packs", None)
-    return cast(PackingSource, source) if packs is not None and packs(bucket) else None
+    return source if isinstance(source, PackingSource) and source.packs(bucket) else None
 
 
 def _in_place(bucket: Bucket, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> Tensor | None:

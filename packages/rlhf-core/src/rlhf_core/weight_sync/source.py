@@ -13,7 +13,7 @@ Names are checkpoint names. Every name travels exactly once; nothing is left ove
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
 class PackingSource(WeightSource, Protocol):
     """A WeightSource that can write a bucket into the sender's buffer itself, which saves the full copies."""
 

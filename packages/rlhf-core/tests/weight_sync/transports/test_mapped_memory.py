@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from rlhf_core.weight_sync.transports.shared_memory import shared_memory_id
+from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id
 
-ASK = "from rlhf_core.weight_sync.transports.shared_memory import shared_memory_id; print(shared_memory_id())"
+ASK = "from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id; print(shared_memory_id())"
 
 
 def test_another_process_on_this_host_has_the_same_id():

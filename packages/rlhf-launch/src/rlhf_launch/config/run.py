@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_algos import GRPO, PPO, OffPolicyCorrection
-from rlhf_core import ConfigError, LoraConfig, OptimizerConfig
-from rlhf_core.interfaces.training import DType
+from rlhf_core import ConfigError, DType, LoraConfig, OptimizerConfig
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection

@@ -17,7 +17,7 @@ from rlhf_core import (
     WeightManifest,
     load_plugin,
 )
-from rlhf_core.weight_sync.transports.shared_memory import shared_memory_id
+from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id
 
 from rlhf_launch.workers.process import loading
 

@@ -28,7 +28,7 @@ from rlhf_core import (
     send_weights,
 )
 from rlhf_core.weight_sync.delta import DeltaMode
-from rlhf_core.weight_sync.transports.shared_memory import shared_memory_id
+from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id
 
 from rlhf_launch.workers.process import host_address, loading, seed_everything
 

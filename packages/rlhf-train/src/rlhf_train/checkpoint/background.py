@@ -37,8 +37,8 @@ class PendingFiles:
             del state
 
 
-class PendingSave:
-    """A save under way. The checkpoint is complete, and can be loaded, when `wait` has returned on all ranks."""
+class SaveThread:
+    """A PendingSave whose files are written by a thread of this process."""
 
     def __init__(self, path: Path, write: Callable[[], None], finish: Callable[[str | None], None]) -> None:
         self.path = path

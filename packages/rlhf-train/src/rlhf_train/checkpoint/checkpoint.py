@@ -12,7 +12,7 @@ import torch
 from rlhf_core import ConfigError, RLHFError
 from torch import Tensor
 
-from rlhf_train.checkpoint.background import PendingFiles, PendingSave
+from rlhf_train.checkpoint.background import PendingFiles, SaveThread
 from rlhf_train.checkpoint.resize import UNIVERSAL, load_resized
 from rlhf_train.parallel.ranks import TrainingRanks
 from rlhf_train.weights.average import AverageWeights, release_gathered
@@ -63,7 +63,7 @@ def save_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
 
 def save_in_background(
     engine: Any, path: Path, state: EngineState, *, ranks: TrainingRanks, stage: int
-) -> PendingSave:
+) -> SaveThread:
     """Like `save_checkpoint`, but the files are written by a thread, from a copy made before this returns."""
     path = Path(path)
     files = PendingFiles(_writer(engine))
@@ -76,7 +76,7 @@ def save_in_background(
             raise RLHFError(f"the checkpoint in {str(path)!r} was not written: {errors[0]}")
         _complete(engine, path, progress, ranks=ranks, stage=stage)
 
-    return PendingSave(path, files.write, finish)
+    return SaveThread(path, files.write, finish)
 
 
 def _save(engine: Any, path: Path, state: EngineState, writer: Any, *, ranks: TrainingRanks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
+from rlhf_core import ConfigError, EngineConfig
 
 from rlhf_train.config.options import ZeroConfig
 
@@ -16,13 +16,27 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
         ConfigError: says which setting to change.
     """
     check_tensor_parallel(config, zero)
+    if zero.zero_hpz_partition_size > 1 and config.quantize is not None:
+        raise ConfigError(
+            "engine options: zero_hpz_partition_size does not work with 4-bit weights (lora.quantize); leave it "
+            "at 1"
+        )
+    if config.routing_replay and config.sequence_parallel_size > 1:
+        raise ConfigError(
+            "engine: routing_replay does not work with sequence_parallel_size above 1, got "
+            f"{config.sequence_parallel_size}; leave one of them out"
+        )
+    if config.sequence_parallel_size > 1 and not config.packing:
+        raise ConfigError(
+            "engine: sequence_parallel_size above 1 cuts packed rows, and packing is false; leave one of them out"
+        )
     if config.optimizer is None:
         return
-    check_optimizer(config.optimizer, zero)
-    if zero.deep_compile and (zero.stage not in (1, 3) or zero.quantize is not None):
+    check_optimizer(config, zero)
+    if zero.deep_compile and (zero.stage not in (1, 3) or config.quantize is not None):
         raise ConfigError(
             f"engine options: deep_compile needs stage 1 or 3 and no 4-bit weights, got stage {zero.stage}"
-            f"{'' if zero.quantize is None else f' and lora.quantize {zero.quantize}'}"
+            f"{'' if config.quantize is None else f' and lora.quantize {config.quantize}'}"
         )
     if zero.deep_compile and not config.device.startswith("cuda"):
         raise ConfigError(f"engine options: deep_compile needs CUDA, the device is {config.device!r}; leave it out")
@@ -59,9 +73,9 @@ def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
         what = "a frozen engine" if config.optimizer is None else f"stage {zero.stage}"
         raise ConfigError(f"engine options: autotp_size works with a trained engine at stage 1 or 2, got {what}")
     others = {
-        "lora": zero.lora is not None,
-        "average_decay": zero.average_decay is not None,
-        "sequence_parallel_size": zero.sequence_parallel_size > 1,
+        "lora": config.lora is not None,
+        "average_decay": config.average_decay is not None,
+        "sequence_parallel_size": config.sequence_parallel_size > 1,
         "deep_compile": zero.deep_compile,
         "optimizer kind muon": config.optimizer.kind == "muon",
     }
@@ -71,15 +85,15 @@ def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
         )
 
 
-def check_optimizer(optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
+def check_optimizer(config: EngineConfig, zero: ZeroConfig) -> None:
     """Refuse what DeepSpeed's Muon cannot do.
 
     Raises:
         ConfigError: says which setting to change.
     """
-    if optimizer.kind != "muon":
+    if config.optimizer is None or config.optimizer.kind != "muon":
         return
     if zero.zero_hpz_partition_size > 1:
         raise ConfigError("optimizer: muon does not work with zero_hpz_partition_size; use adamw, or leave it at 1")
-    if zero.lora is not None:
-        raise ConfigError("optimizer: muon is for whole matrices, the option lora trains factors; use adamw")
+    if config.lora is not None:
+        raise ConfigError("optimizer: muon is for whole matrices, and lora trains factors of them; use adamw")

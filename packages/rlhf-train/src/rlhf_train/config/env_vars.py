@@ -7,13 +7,13 @@ import os
 from rlhf_core import EngineConfig
 
 
-def process_environment(config: EngineConfig) -> dict[str, str]:
+def env_vars(config: EngineConfig) -> dict[str, str]:
     """Variables to set before torch and DeepSpeed are imported; they are read once, at import.
 
     The launcher adds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. LOCAL_RANK is an index among the
     *visible* devices: 0 where each process sees one device only.
 
-    >>> process_environment(EngineConfig(model="m", device="cuda"))["DS_ACCELERATOR"]
+    >>> env_vars(EngineConfig(model="m", device="cuda"))["DS_ACCELERATOR"]
     'cuda'
     """
     return {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from rlhf_core import ConfigError, EngineConfig, LoraConfig, config_from
-from rlhf_core.adapters.lora import FourBit
+from rlhf_core import (
+    ConfigError,
+    EngineConfig,
+    check_choice,
+    check_number,
+    check_switch,
+    check_whole,
+)
 
 Stage = Literal[0, 1, 2, 3]
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -17,32 +22,21 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 class ZeroConfig:
     """What `EngineConfig.options` may hold for this engine.
 
-    >>> ZeroConfig.from_options({"stage": 2}).stage
+    >>> ZeroConfig.of(EngineConfig(model="m", options={"stage": 2})).stage
     2
     """
 
-    packing: bool = True
-    """Run rows unpadded, and prompts that rows share once, where the model allows it."""
     stage: Stage = 3
     """0 replicates everything, 1 shards the optimizer, 2 the gradients as well, 3 the parameters as well."""
-    lora: LoraConfig | None = None
-    """Train adapters only; needs the extra `lora`."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of parameter names (`model.layers.0.*`) that are not trained."""
     freeze_steps: int = 0
-    """The first so many calls of `step` report losses and metrics, and leave everything as it is."""
-    average_decay: float | None = None
-    """Keep an exponential moving average of the weights with this decay, in host memory."""
-    sequence_parallel_size: int = 1
-    """Consecutive ranks that share their rows and hold a slice of the tokens each (Ulysses); for long rows."""
+    """For this many calls, `step` reports losses and metrics and changes nothing."""
     autotp_size: int = 1
     """Consecutive ranks that share their rows and hold a slice of each layer's weights (DeepSpeed's AutoTP, tensor
     parallelism); stages 1 and 2."""
     deep_compile: bool = False
     """Compile the model with DeepCompile. CUDA, stages 1 and 3."""
-    routing_replay: bool = False
-    """Mixture-of-experts models: `score` of log-probs also says which experts each token went through
-    (`routed_experts`), and a batch with this column runs through them again, in `score` and `step`."""
     offload_optimizer: bool = False
     """Keep optimizer state and master weights in host memory (stage 1 and up)."""
     offload_parameters: bool = False
@@ -70,74 +64,41 @@ class ZeroConfig:
     """Deadline of every collective among the training ranks."""
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ConfigError(f"engine options: stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        if isinstance(self.freeze, str):
+            object.__setattr__(self, "freeze", (self.freeze,))
+        check_choice("engine options: stage", self.stage, get_args(Stage))
+        for name in ("offload_optimizer", "offload_parameters", "pin_memory", "deep_compile"):
+            check_switch(f"engine options: {name}", getattr(self, name))
+        for name in ("zero_hpz_partition_size", "autotp_size", "reduce_bucket_size", "export_shard_bytes"):
+            check_whole(f"engine options: {name}", getattr(self, name), at_least=1)
         for name in (
-            "packing",
-            "routing_replay",
-            "offload_optimizer",
-            "offload_parameters",
-            "pin_memory",
-            "deep_compile",
+            "freeze_steps",
+            "param_persistence_threshold",
+            "prefetch_bucket_size",
+            "max_live_parameters",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"engine options: {name} must be true or false, got {getattr(self, name)!r}")
-        if self.average_decay is not None and not 0 < self.average_decay < 1:
-            raise ConfigError(f"engine options: average_decay must lie in (0, 1), got {self.average_decay}")
-        if self.freeze_steps < 0:
-            raise ConfigError(f"engine options: freeze_steps must not be negative, got {self.freeze_steps}")
+            check_whole(f"engine options: {name}", getattr(self, name), at_least=0)
+        check_number("engine options: timeout_s", self.timeout_s, above=0)
+        check_choice("engine options: accumulate_dtype", self.accumulate_dtype, _SHORT)
         if self.offload_optimizer and self.stage == 0:
             raise ConfigError("engine options: offload_optimizer needs stage 1, 2 or 3, got stage 0")
         if self.offload_parameters and self.stage != 3:
             raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
-        if self.zero_hpz_partition_size > 1 and self.quantize is not None:
-            raise ConfigError(
-                "engine options: zero_hpz_partition_size does not work with 4-bit weights (lora.quantize); leave "
-                "it at 1"
-            )
         if self.zero_hpz_partition_size > 1 and self.stage != 3:
             raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
-        if self.routing_replay and self.sequence_parallel_size > 1:
-            raise ConfigError("engine options: routing_replay does not work with sequence_parallel_size above 1")
-        for name in (
-            "zero_hpz_partition_size",
-            "sequence_parallel_size",
-            "autotp_size",
-            "reduce_bucket_size",
-            "export_shard_bytes",
-            "timeout_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"engine options: {name} must be positive, got {getattr(self, name)}")
-        if self.accumulate_dtype not in _SHORT:
-            raise ConfigError(
-                f"engine options: accumulate_dtype must be one of {', '.join(_SHORT)}, "
-                f"got {self.accumulate_dtype!r}"
-            )
-
-    @property
-    def quantize(self) -> FourBit | None:
-        """The 4-bit type of the frozen linear layers, if they are to be quantised."""
-        return None if self.lora is None else self.lora.quantize
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> ZeroConfig:
-        """The configuration that `EngineConfig.options` describe.
+    def of(cls, config: EngineConfig) -> ZeroConfig:
+        """The configuration that the options of `config` describe.
 
         Raises:
-            ConfigError: an unknown key, for which the nearest known one is given, or a value that is refused.
+            ConfigError: a key is unknown or is no option of one engine, or a value is refused.
         """
-        given = dict(options)
-        if isinstance(freeze := given.get("freeze"), str):
-            given["freeze"] = (freeze,)
-        if isinstance(lora := given.get("lora"), Mapping):
-            given["lora"] = config_from(LoraConfig, lora, what="the option lora")
-        return config_from(cls, given, what="the deepspeed engine")
+        return config.options_as(cls, engine="deepspeed")
 
 
 def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int) -> dict[str, Any]:
     """The dictionary that `deepspeed.initialize` and `deepspeed.zero.Init` take."""
-    trained = config.optimizer is not None
     result: dict[str, Any] = {
         # Micro-batches have any number of rows and a step any number of them; the engine scales losses itself.
         "train_batch_size": world_size,
@@ -161,7 +122,7 @@ def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int)
         result["zero_optimization"]["reduce_scatter"] = False
     if config.dtype == "float16":
         result["fp16"] = {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}
-    if trained:
+    if config.trained:
         dtype = "float32" if config.dtype == "float32" else zero.accumulate_dtype
         result["data_types"] = {"grad_accum_dtype": _SHORT[dtype]}
     return result

@@ -29,9 +29,9 @@ def build_module(
     if zero.zero_hpz_partition_size > 1:
         open_secondary_shards(ranks, zero.zero_hpz_partition_size)
     sharded = zero.stage == 3
-    model = load_model(config, settings if sharded else None, quantize=zero.quantize)
-    if zero.lora is not None and config.optimizer is not None:
-        add_adapters(model, zero.lora, seed=config.seed, extra="rlhf-train[lora]")
+    model = load_model(config, settings if sharded else None)
+    if config.lora is not None and config.trained:
+        add_adapters(model, config.lora, seed=config.seed, extra="rlhf-train[lora]")
     if config.optimizer is not None:
         freeze(model, zero.freeze)
     if sharded:
@@ -62,12 +62,14 @@ def wrap_module(
     return wrapped
 
 
-def group_with_common_rows(model: Any, zero: ZeroConfig, *, ranks: TrainingRanks) -> SequenceGroup | None:
+def group_with_common_rows(
+    model: Any, config: EngineConfig, zero: ZeroConfig, *, ranks: TrainingRanks
+) -> SequenceGroup | None:
     """The ranks that run the same rows, each a slice of the tokens or of the layers; None if this one is alone."""
     if zero.autotp_size > 1:
-        return SequenceGroup(ranks, size=zero.autotp_size, option="autotp_size")
-    if zero.sequence_parallel_size == 1:
+        return SequenceGroup(ranks, size=zero.autotp_size, setting="option autotp_size")
+    if config.sequence_parallel_size == 1:
         return None
-    group = SequenceGroup(ranks, size=zero.sequence_parallel_size)
+    group = SequenceGroup(ranks, size=config.sequence_parallel_size)
     group.attach(model)
     return group

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from rlhf_core import ConfigError, EngineConfig
-from rlhf_core.adapters.lora import FourBit
 from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
 
 from rlhf_train.parallel.tensor import whole_layers
 
 
-def load_model(config: EngineConfig, zero_config: dict[str, Any] | None, *, quantize: FourBit | None = None) -> Any:
-    """The model of `config.role` in `config.dtype`.
+def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
+    """The model of `config.role` in `config.dtype`, its linear layers in 4 bits where `config.quantize` says so.
 
     Args:
         config: what to load.
         zero_config: the DeepSpeed configuration if parameters are to be created sharded (stage 3), else None.
             A quantised model is created whole on every rank, and sharded when DeepSpeed wraps it.
-        quantize: hold linear layers in this 4-bit type.
 
     Raises:
         ConfigError: there is no such model, or a frozen reward model has no trained head.
@@ -39,14 +37,14 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None, *, quan
         arguments["attn_implementation"] = config.attention
     if not causal:
         arguments["num_labels"] = 1
-    if quantize is not None:
+    if config.quantize is not None:
         dtype, device = arguments["dtype"], torch.device(config.device)
-        arguments |= quantized_loading(quantize, dtype=dtype, device=device, extra="rlhf-train[qlora]")
+        arguments |= quantized_loading(config.quantize, dtype=dtype, device=device, extra="rlhf-train[qlora]")
     kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            _sharded_creation(None if quantize else zero_config),
+            _sharded_creation(None if config.quantize else zero_config),
             _quiet_load_report(),
         ):
             torch.manual_seed(config.seed)
@@ -54,7 +52,7 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None, *, quan
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {config.model!r} cannot be loaded as a {config.role}: {error}") from error
     _check_missing(config, model, set(info["missing_keys"]))
-    if quantize is not None:
+    if config.quantize is not None:
         settle_quantized(model)
     if config.gradient_checkpointing and config.optimizer is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

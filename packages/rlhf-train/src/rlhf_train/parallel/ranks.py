@@ -156,7 +156,7 @@ def _choose_accelerator(config: EngineConfig) -> None:
     if (name := accelerator._name) != wanted:
         raise ConfigError(
             f"DeepSpeed runs this process on {name!r}, but the engine's device is {config.device!r}; set "
-            f"DS_ACCELERATOR={wanted} before the process starts (see rlhf_train.process_environment)"
+            f"DS_ACCELERATOR={wanted} before the process starts (see rlhf_train.env_vars)"
         )
 
 

@@ -29,9 +29,9 @@ from rlhf_train.parallel.ranks import TrainingRanks
 class SequenceGroup:
     """The ranks that share rows: consecutive ones, `size` of them."""
 
-    def __init__(self, ranks: TrainingRanks, *, size: int, option: str = "sequence_parallel_size") -> None:
+    def __init__(self, ranks: TrainingRanks, *, size: int, setting: str = "sequence_parallel_size") -> None:
         if ranks.size % size:
-            raise ConfigError(f"engine options: {option} {size} does not divide the {ranks.size} training ranks")
+            raise ConfigError(f"engine: {setting} {size} does not divide the {ranks.size} training ranks")
         self.size = size
         self.index = ranks.info.rank % size
         self._ranks = ranks
@@ -57,12 +57,12 @@ class SequenceGroup:
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         if not is_packing(model):
             raise ConfigError(
-                f"engine options: sequence_parallel_size needs packed rows, and {type(model).__name__} with "
+                f"engine: sequence_parallel_size needs packed rows, and {type(model).__name__} with "
                 f"attention {config._attn_implementation!r} cannot run them; use a plain attention model with sdpa"
             )
         if heads % self.size or (key_heads % self.size and self.size % key_heads):
             raise ConfigError(
-                f"engine options: sequence_parallel_size {self.size} does not fit {heads} attention and "
+                f"engine: sequence_parallel_size {self.size} does not fit {heads} attention and "
                 f"{key_heads} key/value heads; it must divide the former, and divide or be a multiple of the latter"
             )
         model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -33,9 +33,7 @@ class AdapterWeights:
     def __init__(self, model: Any) -> None:
         self._layers = adapted_layers(model)
         if not self._layers:
-            raise ConfigError(
-                "adapter sync: the policy has no adapters; give it the option lora, or sync all weights"
-            )
+            raise ConfigError("adapter sync: the policy has no adapters; set lora, or sync all weights")
         self._scale = _common_scale(self._layers)
         self._parameters: dict[str, nn.Parameter] = {}
         for name, layer in self._layers.items():

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rlhf_core import ConfigError
+from rlhf_core import ConfigError, DType
 from rlhf_core.adapters.files import CONFIG, AdapterBase, find_adapter
 from rlhf_core.adapters.lora import HEADS, FourBit, adapted_layers
 from rlhf_core.adapters.quantized import quantized_loading, restore_linear_layers, settle_quantized
-from rlhf_core.interfaces.training import DType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.manifest import Bucket
-from rlhf_core.weight_sync.transports.cuda_memory import cuda_segment, map_cuda
+from rlhf_core.weight_sync.transports.mapped_memory import cuda_segment, file_segment, map_cuda, map_file
 from rlhf_core.weight_sync.transports.rendezvous import (
     LEFT,
     StoreBoard,
@@ -27,7 +27,6 @@ from rlhf_core.weight_sync.transports.rendezvous import (
     reach,
     release_sender,
 )
-from rlhf_core.weight_sync.transports.shared_memory import file_segment, map_file
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
 
 

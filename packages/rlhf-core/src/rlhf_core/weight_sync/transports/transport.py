@@ -12,9 +12,8 @@ each receiver joins with its rank. Ports are chosen by the listening socket itse
 A link carries any number of syncs, one after the other. After a failure it is never used again: open a new one.
 
 Other kinds are found in the entry-point group `rlhf.weight_transports`, or by a `module:Class` path. The class has
-`open(kind, *, receivers, host, device, timeout_s)`, which returns a Sender, and `join(link, rank, device)`, which
-returns a Receiver, and may have `release_sender(link)`; `rlhf_core.testing.transport` has the checks that it must
-pass.
+the methods of `Transport`, and those of `ReleasesSender` if its senders can wait for receivers that are gone;
+`rlhf_core.testing.transport` has the checks that it must pass.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -121,6 +120,30 @@ class Receiver(Protocol):
         ...
 
 
+class Transport(Protocol):
+    """A kind of link, as a class without instances."""
+
+    @staticmethod
+    def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> Sender:
+        """The sending end; see `open_sender`."""
+        ...
+
+    @staticmethod
+    def join(link: Link, rank: int, device: torch.device) -> Receiver:
+        """The end of receiver `rank`; blocks until the sender accepts or the link's deadline passes."""
+        ...
+
+
+@runtime_checkable
+class ReleasesSender(Protocol):
+    """A transport whose sender, while it waits for receivers, can be made to fail from another process."""
+
+    @staticmethod
+    def release_sender(link: Link) -> None:
+        """See `release_sender`."""
+        ...
+
+
 def open_sender(
     kind: str,
     *,
@@ -164,9 +187,9 @@ def release_sender(link: Link) -> None:
     Raises:
         RLHFError: the sender cannot be reached.
     """
-    release = getattr(_transport(link.kind), "release_sender", None)
-    if release is not None:
-        release(link)
+    transport = _transport(link.kind)
+    if isinstance(transport, ReleasesSender):
+        transport.release_sender(link)
 
 
 @contextlib.contextmanager
@@ -179,7 +202,7 @@ def closed_on_error(sender: Sender) -> Iterator[None]:
         raise
 
 
-def _transport(kind: str) -> Any:
+def _transport(kind: str) -> Transport:
     if kind in _BUILT_IN:
         return load_object(_BUILT_IN[kind], what=f"weight transport {kind}")
     if ":" in kind or kind in plugin_names(WEIGHT_TRANSPORTS):
