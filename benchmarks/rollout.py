@@ -387,7 +387,7 @@ def with_vllm(options: argparse.Namespace) -> dict[str, Any]:
         model = make_model(directory, hidden=options.hidden, layers=options.layers, vocab=options.vocab)
         requests = make_requests(options.vocab, options.longest)
         config = rollout_config(model, requests)
-        os.environ.update(VLLMBackend.process_environment(config))
+        os.environ.update(VLLMBackend.env_vars(config))
         torch.set_num_threads(1)
         backend = VLLMBackend(config)
         print(f"Qwen2 of width {options.hidden}, {options.layers} layers, {millions(model):.0f} M parameters")

@@ -130,7 +130,8 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
                 optimizer=OptimizerConfig(),
                 max_tokens_per_micro_batch=1 if by_rows else args.max_tokens,
                 seed=args.seed,
-                options={"stage": args.stage, "packing": args.case == "packed"},
+                packing=args.case == "packed",
+                options={"stage": args.stage},
             )
         )
         for role in ("policy", "critic")

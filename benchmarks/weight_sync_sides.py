@@ -201,7 +201,7 @@ class Engine:
             from rlhf_rollout.backends.vllm.backend import VLLMBackend
 
             config = RolloutConfig(model=model, max_model_len=256, max_num_seqs=4)
-            os.environ.update(VLLMBackend.process_environment(config))
+            os.environ.update(VLLMBackend.env_vars(config))
             self.backend = VLLMBackend(config)
 
     def connect(self, link: Any) -> None:

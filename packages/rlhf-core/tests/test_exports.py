@@ -35,8 +35,13 @@ def test_the_seams_are_pinned():
         "weight_version",
     }  # fmt: skip
     assert methods(rlhf_core.TrainEngine) == {
-        "close", "export", "load", "offload", "reload", "save", "score", "step", "weights"
+        "capabilities", "close", "export", "load", "offload", "reload", "save", "score", "step", "weights"
     }  # fmt: skip
+    assert methods(rlhf_core.SendsAdapters) == {"adapter_weights"}
+    assert methods(rlhf_core.SavesInBackground) == {"save_in_background"}
+    assert methods(rlhf_core.KeepsAverage) == {"export_average"}
+    assert methods(rlhf_core.ReportsMemory) == {"memory_report"}
+    assert methods(rlhf_core.NeedsEnvVars) == {"env_vars"}
     assert methods(rlhf_core.RewardFunction) == {"score"}
     assert methods(rlhf_core.Environment) == {"reset", "step"}
     assert methods(rlhf_core.WeightSource) == {"gather", "manifest"}

@@ -43,7 +43,7 @@ def settings(folder, output_dir):
             "minibatches": 2,
             "optimizer": {"learning_rate": 1e-3},
             "critic_optimizer": {"learning_rate": 1e-3},
-            "options": {"average_decay": 0.9},
+            "average_decay": 0.9,
         },
         "placement": {"executor": "ray", "device": "cpu"},
         "output_dir": str(output_dir),
@@ -157,7 +157,7 @@ def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):
     with torch.no_grad():
         exported = model_outputs(model, batch, ("log_probs",)).log_probs
     assert torch.allclose(exported, run.roles.policy.score(batch).log_probs, atol=1e-5)
-    run.roles.policy.export(tmp_path / "average", averaged=True)
+    run.roles.policy.export_average(tmp_path / "average")
     average = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
     assert any(not torch.allclose(weight, average[name]) for name, weight in model.state_dict().items())
 

@@ -1,5 +1,5 @@
 import torch
-from rlhf_train import MemoryReport
+from rlhf_core import MemoryReport
 from rlhf_train.memory import PhaseMemory
 
 

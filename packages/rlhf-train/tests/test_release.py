@@ -2,7 +2,7 @@ import gc
 
 import pytest
 import torch
-from rlhf_core import ConfigError, EngineConfig, Loss, OptimizerConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig, Loss, OptimizerConfig
 from rlhf_core.testing.engine_ground import rows, supervised_loss
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import DeepSpeedEngine
@@ -57,7 +57,7 @@ def test_adapters_for_layers_that_do_not_exist_are_refused(tmp_path):
     config = EngineConfig(
         model=save_tiny_model(tmp_path),
         optimizer=OptimizerConfig(),
-        options={"lora": {"target_modules": ["no_such_layer"]}},
+        lora=LoraConfig(target_modules=("no_such_layer",)),
     )
     with pytest.raises(ConfigError, match="no_such_layer"):
         DeepSpeedEngine(config)

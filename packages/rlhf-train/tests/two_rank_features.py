@@ -103,8 +103,9 @@ def smooth_adam(parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
 
 def resizing_engine(work: Path, stage: int) -> DeepSpeedEngine:
     """The engine whose checkpoints change their number of ranks."""
-    options = {"stage": stage, "average_decay": 0.5, "param_persistence_threshold": 1000, "timeout_s": 120.0}
-    return DeepSpeedEngine(EngineConfig(model=str(work / "untied"), optimizer=SCHEDULED, options=options))
+    options = {"stage": stage, "param_persistence_threshold": 1000, "timeout_s": 120.0}
+    model = str(work / "untied")
+    return DeepSpeedEngine(EngineConfig(model=model, optimizer=SCHEDULED, average_decay=0.5, options=options))
 
 
 def whole_and_average(engine: DeepSpeedEngine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -241,8 +242,9 @@ class FeatureChecks:
         """The moving average by hand, its resume and its export."""
         found = {}
         for stage, threshold in ((0, 0), (2, 0), (3, 0), (3, 100_000)):
-            options = {"stage": stage, "average_decay": 0.5, "param_persistence_threshold": threshold}
-            first, second = (self.start("untied", optimizer=SCHEDULED, options=options) for _ in range(2))
+            options = {"stage": stage, "param_persistence_threshold": threshold}
+            fields = {"optimizer": SCHEDULED, "average_decay": 0.5, "options": options}
+            first, second = (self.start("untied", **fields) for _ in range(2))
             expected = weights_of(first)
             for step in range(3):
                 first.step(half(samples(step), self.rank), NLL)
@@ -251,7 +253,7 @@ class FeatureChecks:
             for name in ("saved", "exported"):
                 (path / name).mkdir(parents=True, exist_ok=True)
             first.save(path / "saved")
-            first.export(path / "exported", averaged=True)
+            first.export_average(path / "exported")
             before = weights_of(first)
             with first.averaged_weights():
                 inside = weights_of(first)
@@ -379,8 +381,7 @@ class FeatureChecks:
             "3-cut": {"options": {"stage": 3}, "max_tokens_per_micro_batch": 30},
             "3-checkpointing": {"options": {"stage": 3}, "gradient_checkpointing": True},
         }.items():
-            options = {**fields.pop("options"), "sequence_parallel_size": 2}
-            engine = self.start("untied", options=options, **fields)
+            engine = self.start("untied", sequence_parallel_size=2, **fields)
             scored = engine.score(half(batches[0], self.rank), ("log_probs", "entropy")).log_probs
             outside, _ = forward(str(self.work / "untied"), half(batches[0], self.rank))
             before = weights_of(engine)
@@ -405,7 +406,7 @@ class FeatureChecks:
         """What the report says for a model of known size."""
         found = {}
         for stage in (0, 2, 3):
-            engine = self.start("untied", options={"stage": stage, "average_decay": 0.9})
+            engine = self.start("untied", average_decay=0.9, options={"stage": stage})
             engine.step(half(samples(), self.rank), NLL)
             engine.score(half(samples(), self.rank))
             report = engine.memory_report()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Batch, Loss, LossTerms, ModelOutputs
+from rlhf_core import Batch, LoraConfig, Loss, LossTerms, ModelOutputs
 from rlhf_core.testing.engine_ground import SMOOTH, forward, gap, supervised_loss
 from rlhf_train import MergeConfig, merge_adapter
 from two_rank_features import NLL, half, plain_steps, samples, smooth_adam, weights_of
@@ -57,7 +57,8 @@ class ModelChecks:
             path.mkdir(exist_ok=True)
             fields = {
                 "optimizer": replace(SMOOTH, learning_rate=0.05),
-                "options": {"stage": stage, "lora": {"rank": 4, "quantize": "nf4"}},
+                "lora": LoraConfig(rank=4, quantize="nf4"),
+                "options": {"stage": stage},
             }
             first, second = self.start("untied", **fields), self.start("untied", **fields)
             frozen = self.start("untied", **{**fields, "optimizer": None}, role="reference")
@@ -90,7 +91,7 @@ class ModelChecks:
             }
             first.close()
             second.close()
-        engine = self.start("untied", dtype="bfloat16", options={"stage": 3, "lora": {"quantize": "nf4"}})
+        engine = self.start("untied", dtype="bfloat16", lora=LoraConfig(quantize="nf4"), options={"stage": 3})
         reports = [engine.step(batch, NLL) for _ in range(3)]
         dtypes = sorted({spec.dtype for spec in engine.weights().manifest(0).tensors})
         found["bfloat16"] = {"losses": [report.loss for report in reports], "dtypes": dtypes}
@@ -123,8 +124,8 @@ class ModelChecks:
         for kind in ("mixtral", "qwen-moe", "jamba"):
             weights = {}
             for stage in (2, 3):
-                options = {"stage": stage, "routing_replay": True}
-                engine = self.start(kind, options=options, max_tokens_per_micro_batch=30)
+                options = {"stage": stage}
+                engine = self.start(kind, options=options, routing_replay=True, max_tokens_per_micro_batch=30)
                 first = engine.score(batch)
                 column = batch.with_columns(routed_experts=first.routed_experts)
                 again = engine.score(column, ("log_probs", "routed_experts"))

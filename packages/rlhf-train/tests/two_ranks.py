@@ -20,6 +20,7 @@ import torch
 from rlhf_core import (
     Batch,
     EngineConfig,
+    LoraConfig,
     Loss,
     LossTerms,
     OptimizerConfig,
@@ -216,13 +217,16 @@ class Checks(FeatureChecks, ModelChecks):
         """Rank 0 sends, a thread of rank 1 receives into an ordinary model."""
         found = {}
         cases: dict[str, dict[str, Any]] = {
-            "1": {"stage": 1},
-            "3": {"stage": 3},
-            "3 kept whole": {"stage": 3, "param_persistence_threshold": 100_000},
-            "3 with adapters": {"stage": 3, "lora": {"rank": 4, "target_modules": ["q_proj", "up_proj"]}},
+            "1": {"options": {"stage": 1}},
+            "3": {"options": {"stage": 3}},
+            "3 kept whole": {"options": {"stage": 3, "param_persistence_threshold": 100_000}},
+            "3 with adapters": {
+                "options": {"stage": 3},
+                "lora": LoraConfig(rank=4, target_modules=("q_proj", "up_proj")),
+            },
         }
-        for case, options in cases.items():
-            engine = self.start("untied", options=options)
+        for case, fields in cases.items():
+            engine = self.start("untied", **fields)
             engine.step(share(whole_batch(0), self.rank), NLL)
             expected = full_weights(engine)
             source: Any = engine.weights()
@@ -301,7 +305,7 @@ class Checks(FeatureChecks, ModelChecks):
             for stage in (0, 2, 3):
                 path = self.work / f"adapters-{role}-{stage}"
                 path.mkdir(exist_ok=True)
-                fields = {"role": role, "options": {"stage": stage, "lora": {"rank": 4}}}
+                fields = {"role": role, "options": {"stage": stage}, "lora": LoraConfig(rank=4)}
                 first, second = self.start("untied", **fields), self.start("untied", **fields)
                 before = full_weights(first)
                 for step in range(STEPS):

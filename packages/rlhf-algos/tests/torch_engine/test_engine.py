@@ -12,6 +12,7 @@ from rlhf_core import (
     Batch,
     ConfigError,
     EngineConfig,
+    LoraConfig,
     Loss,
     LossTerms,
     OptimizerConfig,
@@ -231,7 +232,7 @@ class TestLora:
     @pytest.fixture
     def engine(self, config):
         pytest.importorskip("peft")
-        return TorchEngine(replace(config, options={"lora": {"rank": 4}}))
+        return TorchEngine(replace(config, lora=LoraConfig(rank=4)))
 
     def test_only_adapters_change_and_export_is_merged(self, engine, config, tmp_path):
         batch = make_batch()
@@ -263,7 +264,7 @@ class TestQuantizedLora:
     def engine(self, config):
         pytest.importorskip("bitsandbytes")
         pytest.importorskip("peft")
-        return TorchEngine(replace(config, options={"lora": {"rank": 4, "quantize": "nf4"}}))
+        return TorchEngine(replace(config, lora=LoraConfig(rank=4, quantize="nf4")))
 
     def test_trains_exports_in_full_precision_and_resumes(self, engine, config, tmp_path):
         batch = make_batch()
@@ -293,8 +294,25 @@ def test_a_model_that_does_not_exist_is_refused(config):
 
 
 def test_unknown_option(config):
-    with pytest.raises(ConfigError, match=r"lora\.rank"):
-        TorchEngine(replace(config, options={"lora": {"rnk": 4}}))
+    with pytest.raises(ConfigError, match=r"unknown key 'model_argument'; did you mean 'model_arguments'"):
+        TorchEngine(replace(config, options={"model_argument": {}}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"average_decay": 0.9}, "keeps no average"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
+        ({"optimizer": OptimizerConfig(kind="muon")}, "adamw only, got optimizer kind 'muon'"),
+        ({"dtype": "float16"}, "write dtype: bfloat16"),
+        ({"options": {"lora": {}}}, "'lora' is a setting of every engine"),
+    ],
+)
+def test_what_it_cannot_honour_is_refused_before_anything_is_loaded(config, fields, complaint):
+    asked = replace(config, model="nowhere/at/all", **fields)
+    for refuse in (TorchEngine, TorchEngine.capabilities):
+        with pytest.raises(ConfigError, match=complaint):
+            refuse(asked)
 
 
 RANK_SCRIPT = """

@@ -52,6 +52,7 @@ from rlhf_core.plugins import (
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.random_state import RandomState
+from rlhf_core.weight_sync.adapters import AdapterWeights
 from rlhf_core.weight_sync.delta import DeltaSource
 from rlhf_core.weight_sync.manifest import Bucket, TensorSpec, WeightManifest
 from rlhf_core.weight_sync.receive import receive_weights
@@ -70,6 +71,7 @@ __all__ = [
     "ROLLOUT_BACKENDS",
     "TRAIN_ENGINES",
     "Accumulated",
+    "AdapterWeights",
     "BackendCapabilities",
     "Batch",
     "Bucket",

@@ -1,12 +1,10 @@
-"""The adapters of a model as a weight source."""
+"""A model's adapters as a weight source."""
 
 import pytest
 import torch
-from rlhf_core import ConfigError
-from rlhf_core.adapters.lora import LoraConfig, add_adapters
+from rlhf_core import AdapterWeights, ConfigError, LoraConfig
+from rlhf_core.adapters.lora import adapted_layers, add_adapters, merged
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_train.weights.adapters import AdapterWeights
-from rlhf_train.weights.source import ZeroWeights
 
 
 def adapted(path, **config):
@@ -36,10 +34,9 @@ def test_an_adapter_leaves_with_the_names_and_values_of_pefts_files(tmp_path):
     # The merged weight is the base plus alpha / rank times B A, of the same names.
     name = "model.layers.1.mlp.down_proj"
     b, a = (found[f"base_model.model.{name}.lora_{half}.weight"] for half in "BA")
-    merged = ZeroWeights(model)
-    whole = {n: t for bucket in merged.manifest(5).buckets() for n, t in merged.gather(bucket)}
-    base = model.get_submodule(name).get_base_layer().weight
-    torch.testing.assert_close(whole[f"{name}.weight"], base + 3.0 * b @ a)
+    layer = adapted_layers(model)[name]
+    base = layer.get_base_layer().weight
+    torch.testing.assert_close(merged(base, layer), base + 3.0 * b @ a)
 
 
 def test_only_target_modules_travel(tmp_path):

@@ -55,7 +55,7 @@ def mistake(name, overrides, *parts):
         mistake("ranks without Ray", ["train.ranks=2"], "train.ranks=2", "placement.executor=ray"),
         mistake("no GPU", ["placement.device=cuda"], "no GPU"),
         mistake("too many held out", ["data.eval_rows=24"], "24"),
-        mistake("no adapters", ["weight_sync.adapters=adapter"], "train.options.lora is not set"),
+        mistake("no adapters", ["weight_sync.adapters=adapter"], "model.lora is not set"),
         mistake("context", ["rollout.max_model_len=10"], "max_model_len=10", "24"),
     ],
 )

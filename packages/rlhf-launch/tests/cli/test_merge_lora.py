@@ -1,7 +1,7 @@
 """`rlhf merge-lora` on what a run with adapters exported."""
 
 import pytest
-from rlhf_core import EngineConfig, Loss, OptimizerConfig
+from rlhf_core import EngineConfig, LoraConfig, Loss, OptimizerConfig
 from rlhf_core.testing.engine_ground import forward, rows, supervised_loss
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.cli.main import app
@@ -14,7 +14,7 @@ def test_an_export_is_merged_again(tmp_path):
 
     base = save_tiny_model(tmp_path / "base", tied=False)
     optimizer = OptimizerConfig(learning_rate=0.01)
-    engine = TorchEngine(EngineConfig(model=base, optimizer=optimizer, options={"lora": {"rank": 4}}))
+    engine = TorchEngine(EngineConfig(model=base, optimizer=optimizer, lora=LoraConfig(rank=4)))
     engine.step(rows(0), Loss(function=supervised_loss))
     (tmp_path / "run").mkdir()
     engine.export(tmp_path / "run")

@@ -151,14 +151,18 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
         "one": {"kind": "model", "path": path},
         "two": {"kind": "model", "path": path, "ranks": 2, "engine": "deepspeed", "engine_options": {"stage": 3}},
     }
-    config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options={"stage": 1})
+    own = {"model_arguments": {"low_cpu_mem_usage": True}}
+    config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options=own)
     plans = reward_plans(config, choose_components(config))
     assert {name: [plan.name for plan in group] for name, group in plans.items()} == {
         "one": ["reward-one-0"],
         "two": ["reward-two-0", "reward-two-1"],
     }
     assert [plans[name][0].arguments[0] for name in plans] == ["torch", "deepspeed"]
-    assert [plans[name][0].arguments[1].options for name in plans] == [{"stage": 1}, {"stage": 3}]
+    assert [plans[name][0].arguments[1].options for name in plans] == [own, {"stage": 3}]
+    del parts["two"]["engine_options"]
+    config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options=own)
+    assert reward_plans(config, choose_components(config))["two"][0].arguments[1].options == {}, "not torch's"
     with pytest.raises(ResourceError, match=r"reward\.parts\.two\.ranks=2"):
         choose_components(make_config(settings, reward={"parts": parts}))
     parts["two"]["engine"] = "torch"

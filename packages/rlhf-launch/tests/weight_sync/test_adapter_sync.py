@@ -9,6 +9,7 @@ from rlhf_core import (
     ConfigError,
     EngineConfig,
     GenerationRequest,
+    LoraConfig,
     Loss,
     LossTerms,
     OptimizerConfig,
@@ -72,7 +73,8 @@ def test_adapters_travel_alone_from_zero3_to_vllm(tmp_path):
         model=path,
         role="policy",
         optimizer=OptimizerConfig(learning_rate=0.05),
-        options={"stage": 3, "lora": {"rank": 4, "alpha": 16.0}},
+        lora=LoraConfig(rank=4, alpha=16.0),
+        options={"stage": 3},
     )
     rollout = RolloutWorker("vllm", RolloutConfig(model=path, max_model_len=128, adapter_rank=4), {})
     stack = Stack(TrainWorker("deepspeed", config, {}), rollout)

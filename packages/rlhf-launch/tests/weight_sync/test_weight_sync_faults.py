@@ -98,7 +98,7 @@ def engines(model: str, count: int) -> list[Any]:
     from engine_process import ProcessHandle
 
     config = RolloutConfig(model=model, max_model_len=256, max_num_seqs=8)
-    environment = {**VLLMBackend.process_environment(config), "OMP_NUM_THREADS": "1"}
+    environment = {**VLLMBackend.env_vars(config), "OMP_NUM_THREADS": "1"}
     return [ProcessHandle(f"rollout-{i}", "vllm", config, environment) for i in range(count)]
 
 

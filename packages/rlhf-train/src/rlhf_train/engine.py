@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rlhf_core import (
+    AdapterWeights,
     Batch,
     ConfigError,
     EngineConfig,
@@ -42,6 +43,7 @@ from rlhf_train.config.options import ZeroConfig, deepspeed_config
 from rlhf_train.gradients import drop_gradients
 from rlhf_train.memory import PhaseMemory
 from rlhf_train.model.build import build_module, group_with_common_rows, wrap_module
+from rlhf_train.model.load import gathered
 from rlhf_train.model.optimizers import set_learning_rate
 from rlhf_train.model.role_model import release_engine
 from rlhf_train.offload import move_engine
@@ -49,7 +51,6 @@ from rlhf_train.parallel.ranks import TrainingRanks, join_training_ranks
 from rlhf_train.parallel.sequence import own_rows
 from rlhf_train.reward_scale import RewardScale, measured_scale
 from rlhf_train.step import StepReports, update_weights
-from rlhf_train.weights.adapters import AdapterWeights
 from rlhf_train.weights.average import AverageWeights
 from rlhf_train.weights.export import export_adapters, export_model
 from rlhf_train.weights.source import ZeroWeights
@@ -258,17 +259,12 @@ class DeepSpeedEngine:
         return self._weights
 
     def adapter_weights(self) -> WeightSource:
-        """The adapters alone, for receivers that hold the weights that this engine was loaded with.
+        """See SendsAdapters.
 
         Raises:
             ConfigError: there are none, or the engine's own weights are not those of the checkpoint (4 bits).
         """
-        if self.config.quantize is not None:
-            raise ConfigError(
-                "adapter sync: the policy's weights are in 4 bits, those of the rollout engines are not, and so an "
-                "adapter means something else to each; sync all weights (adapters: merged)"
-            )
-        return AdapterWeights(self.model)
+        return AdapterWeights(self.model, gathered=gathered)
 
     def offload(self) -> None:
         """See TrainEngine."""

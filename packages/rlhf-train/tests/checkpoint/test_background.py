@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_train.checkpoint.background import PendingFiles, PendingSave
+from rlhf_train.checkpoint.background import PendingFiles, SaveThread
 
 
 class Writer:
@@ -29,7 +29,7 @@ def test_what_is_written_is_what_was_there_when_it_was_saved():
 
 def test_a_save_is_finished_once(tmp_path):
     finished = []
-    pending = PendingSave(tmp_path, lambda: None, finished.append)
+    pending = SaveThread(tmp_path, lambda: None, finished.append)
     pending.wait()
     pending.wait()
     assert finished == [None]
@@ -44,4 +44,4 @@ def test_an_error_of_the_thread_reaches_the_caller(tmp_path):
         raise RuntimeError(error)
 
     with pytest.raises(RuntimeError, match="OSError: disk full"):
-        PendingSave(tmp_path, full, finish).wait()
+        SaveThread(tmp_path, full, finish).wait()

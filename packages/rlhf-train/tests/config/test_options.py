@@ -1,8 +1,14 @@
+from dataclasses import replace
+
 import pytest
-from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
-from rlhf_train import ZeroConfig
+from rlhf_core import ConfigError, EngineConfig, LoraConfig, OptimizerConfig, TrainCapabilities
+from rlhf_train import DeepSpeedEngine, ZeroConfig
 from rlhf_train.config.checks import check_compatible
 from rlhf_train.config.options import deepspeed_config
+
+
+def zero(**options):
+    return ZeroConfig.of(EngineConfig(model="m", options=options))
 
 
 def settings(dtype="float32", device="cpu", trained=True, **options):
@@ -14,7 +20,7 @@ def settings(dtype="float32", device="cpu", trained=True, **options):
 
 def test_an_unknown_option_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'offload_optimizer'"):
-        ZeroConfig.from_options({"offload_optimiser": True})
+        zero(offload_optimiser=True)
 
 
 @pytest.mark.parametrize(
@@ -24,16 +30,21 @@ def test_an_unknown_option_names_the_nearest():
         ({"stage": 0, "offload_optimizer": True}, "needs stage 1, 2 or 3"),
         ({"stage": 2, "offload_parameters": True}, "needs stage 3"),
         ({"stage": 2, "zero_hpz_partition_size": 8}, "needs stage 3"),
-        ({"reduce_bucket_size": 0}, "must be positive"),
-        ({"sequence_parallel_size": 0}, "must be positive"),
-        ({"average_decay": 1.0}, "average_decay must lie in"),
-        ({"freeze_steps": -1}, "freeze_steps must not be negative"),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size must be at least 1, got 0"),
+        ({"prefetch_bucket_size": -1}, "prefetch_bucket_size must be at least 0, got -1"),
+        ({"autotp_size": 1.5}, "autotp_size must be a whole number, got 1.5"),
+        ({"timeout_s": float("nan")}, "timeout_s must be a finite number, got nan"),
+        ({"timeout_s": 0}, "timeout_s must be above 0, got 0"),
+        ({"pin_memory": "no"}, "pin_memory must be true or false, got 'no'"),
+        ({"freeze_steps": -1}, "freeze_steps must be at least 0, got -1"),
+        ({"average_decay": 0.9}, "'average_decay' is a setting of every engine.*the field average_decay"),
+        ({"lora": {"rank": 4}}, "'lora' is a setting of every engine"),
         ({"accumulate_dtype": "fp32"}, "accumulate_dtype must be one of"),
     ],
 )
 def test_impossible_options_are_refused(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        ZeroConfig.from_options(options)
+        zero(**options)
 
 
 @pytest.mark.parametrize(
@@ -96,23 +107,14 @@ def test_gradients_are_added_up_in_float32(dtype, accumulated):
     assert ("fp16" in found) == (dtype == "float16")
 
 
-def test_adapters_are_read_from_a_mapping():
-    lora = ZeroConfig.from_options({"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}).lora
-    assert lora is not None
-    assert (lora.rank, lora.target_modules) == (4, ("q_proj", "v_proj"))
-    with pytest.raises(ConfigError, match="did you mean 'rank'"):
-        ZeroConfig.from_options({"lora": {"ranks": 4}})
-    with pytest.raises(ConfigError, match="rank must be at least 1"):
-        ZeroConfig.from_options({"lora": {"rank": 0}})
-
-
 def test_muon_needs_whole_gradients_and_whole_matrices():
     muon = OptimizerConfig(kind="muon")
     config = EngineConfig(model="m", optimizer=muon)
     assert deepspeed_config(config, ZeroConfig(), world_size=2)["zero_optimization"]["reduce_scatter"] is False
-    for options in ({"zero_hpz_partition_size": 2}, {"lora": LoraConfig()}):
-        with pytest.raises(ConfigError, match="use adamw"):
-            check_compatible(config, ZeroConfig(**options))
+    with pytest.raises(ConfigError, match="use adamw"):
+        check_compatible(config, ZeroConfig(zero_hpz_partition_size=2))
+    with pytest.raises(ConfigError, match="use adamw"):
+        check_compatible(replace(config, lora=LoraConfig()), ZeroConfig())
 
 
 def test_compilation_needs_cuda():
@@ -126,38 +128,53 @@ def test_what_deep_compile_cannot_have():
     with pytest.raises(ConfigError, match="needs stage 1 or 3"):
         check_compatible(config, ZeroConfig(deep_compile=True, stage=2))
     with pytest.raises(ConfigError, match=r"no 4-bit weights.*lora\.quantize nf4"):
-        check_compatible(config, ZeroConfig(deep_compile=True, lora=LoraConfig(quantize="nf4")))
-
-
-def test_what_is_not_combined():
-    with pytest.raises(ConfigError, match="does not work with 4-bit weights"):
-        ZeroConfig.from_options({"zero_hpz_partition_size": 2, "lora": {"quantize": "nf4"}})
-    with pytest.raises(ConfigError, match="routing_replay does not work with sequence_parallel_size"):
-        ZeroConfig(routing_replay=True, sequence_parallel_size=2)
+        check_compatible(replace(config, lora=LoraConfig(quantize="nf4")), ZeroConfig(deep_compile=True))
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("fields", "options", "complaint"),
     [
-        ({"stage": 3}, "stage 1 or 2, got stage 3"),
-        ({"stage": 2, "lora": LoraConfig()}, "not combined with lora"),
-        ({"stage": 2, "average_decay": 0.9}, "not combined with average_decay"),
+        ({"lora": LoraConfig(quantize="nf4")}, {"zero_hpz_partition_size": 2}, "does not work with 4-bit weights"),
+        ({"routing_replay": True, "sequence_parallel_size": 2}, {}, "routing_replay does not work with"),
+        ({"packing": False, "sequence_parallel_size": 2}, {}, "cuts packed rows, and packing is false"),
     ],
 )
-def test_what_slices_of_layers_are_not_combined_with(options, complaint):
-    config = EngineConfig(model="m", optimizer=OptimizerConfig())
+def test_what_is_not_combined(fields, options, complaint):
+    config = EngineConfig(model="m", optimizer=OptimizerConfig(), options=options, **fields)
     with pytest.raises(ConfigError, match=complaint):
-        check_compatible(config, ZeroConfig(autotp_size=2, **options))
+        DeepSpeedEngine.capabilities(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stage", "complaint"),
+    [
+        ({}, 3, "stage 1 or 2, got stage 3"),
+        ({"lora": LoraConfig()}, 2, "not combined with lora"),
+        ({"average_decay": 0.9}, 2, "not combined with average_decay"),
+        ({"sequence_parallel_size": 2}, 2, "not combined with sequence_parallel_size"),
+    ],
+)
+def test_what_slices_of_layers_are_not_combined_with(fields, stage, complaint):
+    config = EngineConfig(model="m", optimizer=OptimizerConfig(), **fields)
+    with pytest.raises(ConfigError, match=complaint):
+        check_compatible(config, ZeroConfig(autotp_size=2, stage=stage))
+
+
+def test_slices_of_layers_are_for_trained_engines():
     with pytest.raises(ConfigError, match="got a frozen engine"):
         check_compatible(EngineConfig(model="m"), ZeroConfig(autotp_size=2, stage=2))
     assert settings(stage=2, autotp_size=2)["tensor_parallel"] == {"autotp_size": 2}
 
 
 def test_freeze_patterns_are_read_from_a_list_or_one_string():
-    assert ZeroConfig.from_options({"freeze": ["a.*", "b.*"]}).freeze == ("a.*", "b.*")
-    assert ZeroConfig.from_options({"freeze": "a.*"}).freeze == ("a.*",)
+    assert zero(freeze=["a.*", "b.*"]).freeze == ("a.*", "b.*")
+    assert zero(freeze="a.*").freeze == ("a.*",)
 
 
-def test_a_switch_must_be_true_or_false():
-    with pytest.raises(ConfigError, match="packing must be true or false"):
-        ZeroConfig.from_options({"packing": "no"})
+def test_capabilities_follow_the_settings():
+    plain = EngineConfig(model="m", optimizer=OptimizerConfig())
+    assert DeepSpeedEngine.capabilities(plain) == TrainCapabilities(background_save=True, memory_report=True)
+    assert DeepSpeedEngine.capabilities(replace(plain, average_decay=0.9)).average
+    assert DeepSpeedEngine.capabilities(replace(plain, lora=LoraConfig())).adapter_weights
+    for without in ({"lora": LoraConfig(quantize="nf4")}, {"lora": LoraConfig(), "optimizer": None}):
+        assert not DeepSpeedEngine.capabilities(replace(plain, **without)).adapter_weights

@@ -1,6 +1,6 @@
 import pytest
 from rlhf_core import ConfigError, EngineConfig
-from rlhf_train import process_environment
+from rlhf_train import env_vars
 from rlhf_train.parallel.ranks import RankInfo, TrainingRanks, join_training_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
@@ -55,8 +55,8 @@ def test_a_device_that_is_not_there_is_refused(device, complaint, monkeypatch):
         join_training_ranks(EngineConfig(model="m", device=device), timeout_s=5)
 
 
-def test_the_process_environment_names_the_accelerator(monkeypatch):
+def test_the_env_vars_names_the_accelerator(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    found = process_environment(EngineConfig(model="m", device="cuda:1"))
+    found = env_vars(EngineConfig(model="m", device="cuda:1"))
     assert found["DS_ACCELERATOR"] == "cuda"
     assert found["OMP_NUM_THREADS"] == "3"

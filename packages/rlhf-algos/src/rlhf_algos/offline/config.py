@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, DType, EngineConfig, LoraConfig, OptimizerConfig, Schedule
 
-from rlhf_algos.config.loader import from_mapping, to_plain
+from rlhf_algos.config.loader import from_mapping
 from rlhf_algos.data.encoding import LengthLimit
 from rlhf_algos.data.sources import DataSource
 from rlhf_algos.offline.methods import Method, find_method, with_own_loss
@@ -186,9 +186,7 @@ class OfflineConfig:
         """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""
         run = self.run
         trained = total_steps is not None
-        options: dict[str, Any] = {"packing": run.packing}
-        if run.lora is not None and (trained or (frozen is None and self.quantized_reference)):
-            options["lora"] = to_plain(run.lora)
+        adapted = trained or (frozen is None and self.quantized_reference)
         return EngineConfig(
             model=self.model if trained else frozen or self.reference or self.model,
             role=self.offline_method.role_for(self.loss) if trained else "reference",
@@ -198,8 +196,9 @@ class OfflineConfig:
             max_tokens_per_micro_batch=run.max_tokens_per_micro_batch,
             gradient_checkpointing=run.gradient_checkpointing and trained,
             attention=run.attention,
+            packing=run.packing,
+            lora=run.lora if adapted else None,
             seed=self.seed,
             max_skipped_steps=run.max_skipped_steps,
             trust_remote_code=run.trust_remote_code,
-            options=options,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rlhf_core import (
+    AdapterWeights,
     Batch,
     ConfigError,
     EngineConfig,
@@ -17,6 +18,7 @@ from rlhf_core import (
     ModelOutputs,
     ModuleWeights,
     StepReport,
+    TrainCapabilities,
     TrainingDivergedError,
     WeightSource,
     accumulate,
@@ -28,7 +30,6 @@ from rlhf_core.model.enable_packing import enable_packing
 from rlhf_core.training.micro_batches import TokenBudget
 from rlhf_core.training.random_state import RandomState
 
-from rlhf_algos.config.loader import from_mapping
 from rlhf_algos.torch_engine.checkpoint import load_state, load_weights, save_state, save_weights
 from rlhf_algos.torch_engine.model import LoraWeights, TorchOptions, load_model
 from rlhf_algos.torch_engine.optimizer import MasterAdamW
@@ -45,10 +46,14 @@ class TorchEngine:
     gradients are averaged.
     """
 
+    @staticmethod
+    def capabilities(config: EngineConfig) -> TrainCapabilities:
+        """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""
+        TorchOptions.of(config)
+        return TrainCapabilities(adapter_weights=config.trained and config.lora is not None and not config.quantize)
+
     def __init__(self, config: EngineConfig) -> None:
-        options = from_mapping(TorchOptions, config.options, source="engine options of the torch engine")
-        if config.dtype == "float16" and config.optimizer is not None:
-            raise ConfigError("the torch engine does no loss scaling, as float16 needs it; write dtype: bfloat16")
+        options = TorchOptions.of(config)
         self.config = config
         self.device = torch.device(config.device)
         if self.device.type == "cuda":
@@ -59,10 +64,10 @@ class TorchEngine:
             torch.cuda.set_device(self.device)
         self.ranks = join_ranks(self.device)
         self.model: Any = load_model(config, options).to(self.device)
-        self.packing = options.packing and enable_packing(self.model)
+        self.packing = config.packing and enable_packing(self.model)
         """Whether sequences run unpadded, with shared prompts computed once; False where the model cannot."""
-        self._adapters = options.lora if config.optimizer is not None else None
-        self._lora = options.quantize is not None or self._adapters is not None
+        self._adapters = config.lora if config.trained else None
+        self._lora = config.quantize is not None or self._adapters is not None
         self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None
         self._random = RandomState(config.seed + rank_of(self.ranks), self.device)
         self._skipped_in_a_row = 0
@@ -70,6 +75,8 @@ class TorchEngine:
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine."""
         self.model.eval()
+        if self.config.routing_replay and "log_probs" in outputs and "routed_experts" not in batch:
+            outputs = (*outputs, "routed_experts")
         return score_in_micro_batches(
             batch.to(self.device),
             outputs,
@@ -119,6 +126,14 @@ class TorchEngine:
     def weights(self) -> WeightSource:
         """See TrainEngine; adapters are merged, 4-bit weights put back to full precision."""
         return LoraWeights(self.model) if self._lora else ModuleWeights(self.model)
+
+    def adapter_weights(self) -> WeightSource:
+        """See SendsAdapters.
+
+        Raises:
+            ConfigError: there are none, or the engine's own weights are not those of the checkpoint (4 bits).
+        """
+        return AdapterWeights(self.model)
 
     def offload(self) -> None:
         """See TrainEngine."""
@@ -172,7 +187,7 @@ class TorchEngine:
         self.model = self._optimizer = None
 
     def _forward(self, batch: Batch, fields: Sequence[str]) -> ModelOutputs:
-        return model_outputs(self.model, batch, fields)
+        return model_outputs(self.model, batch, fields, replay=self.config.routing_replay)
 
     def _move(self, device: torch.device) -> None:
         self.model.to(device)

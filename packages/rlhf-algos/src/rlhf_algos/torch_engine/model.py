@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Bucket, ConfigError, EngineConfig, LoraConfig, TensorSpec, WeightManifest
-from rlhf_core.adapters.lora import FourBit, adapted_layers, add_adapters, base_name, merged
+from rlhf_core import Bucket, ConfigError, EngineConfig, TensorSpec, WeightManifest
+from rlhf_core.adapters.lora import adapted_layers, add_adapters, base_name, merged
 from rlhf_core.adapters.quantized import dequantized, outline, quantized_loading, settle_quantized
 from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
@@ -20,17 +20,30 @@ from torch import Tensor, nn
 class TorchOptions:
     """The `options` of EngineConfig that the torch engine reads."""
 
-    lora: LoraConfig | None = None
-    """Train adapters only; needs the extra `lora`."""
-    packing: bool = True
-    """Run sequences unpadded and shared prompts once where the model allows it."""
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More arguments for `from_pretrained`."""
 
-    @property
-    def quantize(self) -> FourBit | None:
-        """The 4-bit type of the frozen linear layers, if they are to be quantised."""
-        return None if self.lora is None else self.lora.quantize
+    @classmethod
+    def of(cls, config: EngineConfig) -> TorchOptions:
+        """The options of a configuration that this engine can honour.
+
+        Raises:
+            ConfigError: says which setting it cannot honour, or which option it does not know.
+        """
+        if config.average_decay is not None:
+            raise ConfigError(
+                "the torch engine keeps no average of its weights; leave average_decay out, or use deepspeed"
+            )
+        if (size := config.sequence_parallel_size) > 1:
+            raise ConfigError(
+                f"the torch engine runs whole rows on a rank, got sequence_parallel_size={size}; leave it out, or "
+                "use deepspeed"
+            )
+        if config.optimizer is not None and (kind := config.optimizer.kind) != "adamw":
+            raise ConfigError(f"the torch engine optimises with adamw only, got optimizer kind {kind!r}")
+        if config.trained and config.dtype == "float16":
+            raise ConfigError("the torch engine does no loss scaling, as float16 needs it; write dtype: bfloat16")
+        return config.options_as(cls, engine="torch")
 
 
 def check_model_path(model: str, *, what: str = "model") -> None:
@@ -65,9 +78,9 @@ def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
     extra: dict[str, Any] = {} if causal else {"num_labels": 1}
     if config.attention is not None:
         extra["attn_implementation"] = config.attention
-    if options.quantize is not None:
+    if config.quantize is not None:
         dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-        extra |= quantized_loading(options.quantize, dtype=dtype, device=device, extra="rlhf-algos[qlora]")
+        extra |= quantized_loading(config.quantize, dtype=dtype, device=device, extra="rlhf-algos[qlora]")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -84,17 +97,17 @@ def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
     if config.role == "critic" and any(key.startswith("score.") for key in info["missing_keys"]):
         # A fresh critic says 0 everywhere, so that the first advantages are the returns themselves.
         nn.init.zeros_(model.score.weight)
-    return _adapt(model, config, options)
+    return _adapt(model, config)
 
 
-def _adapt(model: Any, config: EngineConfig, options: TorchOptions) -> nn.Module:
+def _adapt(model: Any, config: EngineConfig) -> nn.Module:
     """Frozen roles, LoRA and gradient checkpointing."""
-    if options.quantize is not None:
+    if config.quantize is not None:
         settle_quantized(model)
     if config.optimizer is None:
         return model.requires_grad_(False)
-    if options.lora is not None:
-        add_adapters(model, options.lora, seed=config.seed, extra="rlhf-algos[lora]")
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed=config.seed, extra="rlhf-algos[lora]")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

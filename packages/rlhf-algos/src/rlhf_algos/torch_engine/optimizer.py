@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError, OptimizerConfig
+from rlhf_core import OptimizerConfig
 from rlhf_core.training.learning_rate import learning_rate
 from torch import Tensor, nn
 
@@ -15,8 +15,6 @@ class MasterAdamW:
     """AdamW over `parameters`; those in 16 bits are updated through float32 copies."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
-        if config.kind != "adamw":
-            raise ConfigError(f"this engine optimises with adamw only, got optimizer kind {config.kind!r}")
         self.config = config
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._masters = [

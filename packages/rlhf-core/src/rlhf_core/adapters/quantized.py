@@ -49,7 +49,7 @@ def settle_quantized(model: Any) -> None:
     Raises:
         ConfigError: the model had no layer to quantise.
     """
-    layers = [module for module in model.modules() if _is_quantized(getattr(module, "weight", None))]
+    layers = [module for module in model.modules() if is_quantized(getattr(module, "weight", None))]
     if not layers:
         raise ConfigError(f"lora: quantize finds no linear layer in {type(model).__name__}; leave it out")
     for layer in layers:
@@ -71,13 +71,14 @@ def _only_codes(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         del state[name]
 
 
-def _is_quantized(parameter: Any) -> bool:
+def is_quantized(parameter: Any) -> bool:
+    """Whether the parameter holds 4-bit codes in place of values."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def dequantized(parameter: Any) -> Tensor:
     """The parameter's values, detached: itself, or a new tensor made of its codes."""
-    if not _is_quantized(parameter):
+    if not is_quantized(parameter):
         return parameter.detach()
     from bitsandbytes.functional import dequantize_4bit
 
@@ -87,7 +88,7 @@ def dequantized(parameter: Any) -> Tensor:
 
 def outline(parameter: Any) -> Tensor:
     """A tensor without storage (device `meta`) of the shape and dtype of the parameter at full precision."""
-    if _is_quantized(parameter):
+    if is_quantized(parameter):
         return torch.empty(tuple(parameter.quant_state.shape), dtype=parameter.quant_state.dtype, device="meta")
     shape = getattr(parameter, "full_shape", None) or tuple(getattr(parameter, "ds_shape", parameter.shape))
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
@@ -98,7 +99,7 @@ def restore_linear_layers(model: nn.Module) -> None:
     for owner in list(model.modules()):
         for name, layer in list(owner.named_children()):
             weight = getattr(layer, "weight", None)
-            if not _is_quantized(weight):
+            if not is_quantized(weight):
                 continue
             values = dequantized(weight)
             bias: Any = getattr(layer, "bias", None)

@@ -77,8 +77,8 @@ class RolloutBackend(Protocol):
     """A generator of samples. Constructed as `Backend(config: RolloutConfig)`; ready when that returns.
 
     All methods but `close` are coroutines. `generate` may be called many times at once: batching is the
-    engine's business. A class may have a static method `process_environment(config) -> dict[str, str]`: variables
-    that must be set before a process of its own starts (threads, devices).
+    engine's business. A class whose processes need variables set before they start also has `env_vars`; see
+    `rlhf_core.NeedsEnvVars`.
     """
 
     @property

@@ -1,39 +1,56 @@
-"""The engine's adapters alone as a WeightSource: megabytes instead of the whole model.
+"""A model's adapters alone as a WeightSource: megabytes in place of the whole model.
 
 The receiver adds them to weights of its own, those that both sides were loaded with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest
-from rlhf_core.adapters.lora import adapted_layers
-from rlhf_core.adapters.quantized import outline
-from rlhf_core.weight_sync.manifest import AdapterScale
-from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
 from torch import Tensor, nn
 
-from rlhf_train.model.load import gathered
+from rlhf_core.adapters.lora import adapted_layers
+from rlhf_core.adapters.quantized import is_quantized, outline
+from rlhf_core.errors import ConfigError
+from rlhf_core.weight_sync.manifest import (
+    DEFAULT_BUCKET_BYTES,
+    AdapterScale,
+    Bucket,
+    TensorSpec,
+    WeightManifest,
+)
 
 _PREFIX = "base_model.model."
 """What peft's files begin every name with."""
 
 
 class AdapterWeights:
-    """WeightSource for any ZeRO stage, with the names of peft's files: `base_model.model.<layer>.lora_A.weight`.
+    """WeightSource of a model's adapters, with the names of peft's files: `base_model.model.<layer>.lora_A.weight`.
+
+    Args:
+        model: a Transformers model with adapters.
+        gathered: inside it, sharded parameters have their full values; None for a model that is whole.
 
     Raises:
         ConfigError: the model has no adapters, or trains what an adapter of one rank and scale cannot tell: other
-            parameters, several adapters, layers that a checkpoint has in another layout.
+            parameters, several adapters, 4-bit weights under them, layers that a checkpoint has in another layout.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self, model: Any, *, gathered: Callable[[list[Any]], AbstractContextManager[Any]] | None = None
+    ) -> None:
+        self._gathered = gathered or nullcontext
         self._layers = adapted_layers(model)
         if not self._layers:
             raise ConfigError("adapter sync: the policy has no adapters; set lora, or sync all weights")
+        if any(is_quantized(layer.get_base_layer().weight) for layer in self._layers.values()):
+            raise ConfigError(
+                "adapter sync: the policy's weights are in 4 bits, those of the rollout engines are not, and so an "
+                "adapter means something else to each; sync all weights (adapters: merged)"
+            )
         self._scale = _common_scale(self._layers)
         self._parameters: dict[str, nn.Parameter] = {}
         for name, layer in self._layers.items():
@@ -65,8 +82,8 @@ class AdapterWeights:
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
         """See WeightSource. Every rank gets the tensors, in one collective."""
         wanted = {spec.name: self._parameters[spec.name] for spec in bucket.tensors}
-        with torch.no_grad(), gathered(list(wanted.values())):
-            # ZeRO-3 drops its reference to the full tensors at the end; these keep them alive.
+        with torch.no_grad(), self._gathered(list(wanted.values())):
+            # A sharded engine drops its reference to the full tensors at the end; these keep them alive.
             return [(name, parameter.detach()) for name, parameter in wanted.items()]
 
 

@@ -28,6 +28,8 @@ class ModelSection:
     attention: str | None = None
     """Attention implementation of the training engines; null chooses."""
     trust_remote_code: bool = False
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of policy and critic only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +120,14 @@ class TrainSection:
     """Steps at the start in which only the critic is trained."""
     max_tokens_per_micro_batch: int = 16384
     gradient_checkpointing: bool = False
+    packing: bool = True
+    """Run rows unpadded, and prompts that rows share once, where the model allows it."""
+    average_decay: float | None = None
+    """Keep an exponential moving average of the policy's weights with this decay; written to `model-average/`."""
+    sequence_parallel_size: int = 1
+    """Consecutive ranks of policy and critic that share their rows, each with a slice of the tokens."""
+    routing_replay: bool = False
+    """Mixture-of-experts policies: the update runs tokens through the experts that scoring them chose."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chosen engine (for deepspeed: stage, offload_optimizer, ...)."""
 
@@ -225,15 +235,14 @@ class RunConfig:
     @property
     def adapter_rank(self) -> int:
         """Rank of the adapters that travel alone; 0 where whole weights do."""
-        lora = self.train.options.get("lora")
         if self.weight_sync.adapters != "adapter":
             return 0
-        if not isinstance(lora, Mapping):
+        if self.model.lora is None:
             raise ConfigError(
-                "weight_sync.adapters=adapter sends the policy's adapters, but train.options.lora is not set; "
-                "write e.g. train.options.lora.rank=16, or leave weight_sync.adapters out"
+                "weight_sync.adapters=adapter sends the policy's adapters, but model.lora is not set; write e.g. "
+                "model.lora.rank=16, or leave weight_sync.adapters out"
             )
-        return int(lora.get("rank", LoraConfig().rank))
+        return self.model.lora.rank
 
     @property
     def max_model_len_needed(self) -> int:

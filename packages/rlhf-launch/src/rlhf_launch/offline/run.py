@@ -17,6 +17,7 @@ from rlhf_core import (
     ConfigError,
     EngineConfig,
     ModelOutputs,
+    TrainCapabilities,
     WeightSource,
 )
 
@@ -33,6 +34,8 @@ class ScaleSection:
     """`auto` (deepspeed where installed, else torch), an installed engine's name, or `module:Class`."""
     ranks: int = 1
     """Data-parallel ranks; under ZeRO-3 they hold one copy of the model together."""
+    sequence_parallel_size: int = 1
+    """Consecutive ranks that share their rows, each with a slice of the tokens; for long rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the engine (for deepspeed: stage, offload_optimizer, ...)."""
     executor: Literal["auto", "local", "ray"] = "auto"
@@ -107,8 +110,8 @@ def _engines(scale: ScaleSection) -> Iterator[EngineFactory]:
     with ExitStack() as stack:
 
         def open_engine(config: EngineConfig) -> PlacedEngine:
-            settings = {**config.options, **scale.options}
-            engine = PlacedEngine(replace(config, options=settings), scale, _executor(scale))
+            placed = replace(config, options=scale.options, sequence_parallel_size=scale.sequence_parallel_size)
+            engine = PlacedEngine(placed, scale, _executor(scale))
             stack.callback(engine.close)
             engine.start()
             return engine
@@ -129,6 +132,11 @@ def _executor(scale: ScaleSection) -> Executor:
 
 class PlacedEngine(TrainGroup):
     """A `TrainEngine` whose ranks live in workers of its own; these end with it."""
+
+    @staticmethod
+    def capabilities(config: EngineConfig) -> TrainCapabilities:
+        """See TrainEngine. What the ranks can do beyond it cannot be called from here."""
+        return TrainCapabilities()
 
     def __init__(self, config: EngineConfig, scale: ScaleSection, executor: Executor) -> None:
         self._executor: Executor | None = executor

@@ -111,7 +111,7 @@ def add_model_outputs(batch: Batch, roles: Roles) -> Batch:
     """Add old_log_probs (policy before the update), and ref_log_probs and values where there is such a role."""
     old = roles.policy.score(batch, ("log_probs",))
     batch = batch.with_columns(old_log_probs=_present(old.log_probs))
-    if old.routed_experts is not None:  # the engine option routing_replay: the update takes the same experts
+    if old.routed_experts is not None:  # routing replay: the update takes the same experts
         batch = batch.with_columns(routed_experts=old.routed_experts)
     if roles.reference is not None:
         reference = roles.reference.score(batch, ("log_probs",))

@@ -11,6 +11,7 @@ from rlhf_core import ConfigError, load_object
 
 from rlhf_launch.config.run import EvaluationSection, RunConfig
 from rlhf_launch.online.evaluation import HeldOut
+from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, choose_components
 from rlhf_launch.samples.prompts import Prompt, make_prompts
 from rlhf_launch.samples.reward import CheckedReward, check_reward
@@ -36,6 +37,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         UserError: the first thing that is wrong, with what was found and what to write instead.
     """
     components = choose_components(config)
+    check_engines(config, components)
     for key, path in {
         "model.policy": config.model.policy,
         "model.reference": config.model.reference,

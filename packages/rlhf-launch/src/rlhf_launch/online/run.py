@@ -74,8 +74,8 @@ def run_online(config: RunConfig, *, resume: bool = False, console: Console | No
         report_evaluations(run)
         train(run)
         run.roles.policy.export(folder / "model")
-        if config.train.options.get("average_decay") is not None:
-            run.roles.policy.export(folder / "model-average", averaged=True)
+        if config.train.average_decay is not None:
+            run.roles.policy.export_average(folder / "model-average")
         inputs.tokenizer.save_pretrained(folder / "model")
     plot_run(folder / "metrics.jsonl", folder / "plot.png")
     return run

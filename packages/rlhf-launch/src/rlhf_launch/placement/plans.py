@@ -10,10 +10,12 @@ from typing import Any, Protocol
 from rlhf_core import (
     ROLLOUT_BACKENDS,
     TRAIN_ENGINES,
+    ConfigError,
     EngineConfig,
     OptimizerConfig,
     Role,
     RolloutConfig,
+    env_vars_of,
     load_plugin,
 )
 from rlhf_rollout.rewards.parts import ModelPart
@@ -111,13 +113,37 @@ def open_executor(config: WorkerNeeds, components: ResolvedBackends) -> Executor
 
 def training_plans(config: RunConfig, components: ResolvedBackends, role: Role) -> list[WorkerPlan]:
     """The ranks of one training role; the reference has one rank."""
+    trained = role in ("policy", "critic")
+    lora = config.model.lora
     engine_config = replace(
         _engine_config(config, components, _model_of(config, role), role),
         optimizer=_optimizer_of(config, role),
         gradient_checkpointing=config.train.gradient_checkpointing,
+        # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy.
+        lora=lora if trained or (lora is not None and lora.quantize is not None) else None,
+        average_decay=config.train.average_decay if role == "policy" else None,
+        sequence_parallel_size=config.train.sequence_parallel_size if trained else 1,
+        routing_replay=config.train.routing_replay and role == "policy",
     )
-    ranks = config.train.ranks if role in ("policy", "critic") else 1
+    can = load_plugin(TRAIN_ENGINES, components.engine).capabilities(engine_config)
+    if role == "policy" and config.adapter_rank and not can.adapter_weights:
+        raise ConfigError(
+            f"weight_sync.adapters=adapter: the engine {components.engine} cannot send adapters alone with these "
+            "settings (of a 4-bit policy no engine can); set weight_sync.adapters=merged"
+        )
+    ranks = config.train.ranks if trained else 1
     return rank_plans(role, components.engine, engine_config, ranks=ranks, room=config.placement)
+
+
+def check_engines(config: RunConfig, components: ResolvedBackends) -> None:
+    """Ask the engines of all roles whether they can honour their settings; nothing is loaded.
+
+    Raises:
+        ConfigError: one cannot, with the setting.
+    """
+    for role in roles_of(config):
+        training_plans(config, components, role)
+    reward_plans(config, components)
 
 
 def reward_plans(config: WorkerNeeds, components: ResolvedBackends) -> dict[str, list[WorkerPlan]]:
@@ -125,12 +151,14 @@ def reward_plans(config: WorkerNeeds, components: ResolvedBackends) -> dict[str,
     plans = {}
     for name, part in (config.reward or RewardSection()).engine_parts().items():
         engine_config = _engine_config(config, components, part.path, "reward")
+        engine = part.engine or components.engine
+        # Options of the policy's engine mean nothing to another one.
+        inherited = config.train.options if engine == components.engine else {}
         engine_config = replace(
             engine_config,
             dtype=part.dtype or engine_config.dtype,
-            options=engine_config.options if part.engine_options is None else part.engine_options,
+            options=inherited if part.engine_options is None else part.engine_options,
         )
-        engine = part.engine or components.engine
         room = config.placement
         plans[name] = rank_plans(f"reward-{name}", engine, engine_config, ranks=part.ranks, room=room)
     return plans
@@ -144,6 +172,7 @@ def _engine_config(config: WorkerNeeds, components: ResolvedBackends, model: str
         device=components.device,
         max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
         attention=config.model.attention,
+        packing=config.train.packing,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=config.train.options,
@@ -151,8 +180,13 @@ def _engine_config(config: WorkerNeeds, components: ResolvedBackends, model: str
 
 
 def rank_plans(name: str, engine: str, config: EngineConfig, *, ranks: int, room: WorkerRoom) -> list[WorkerPlan]:
-    """A worker for each rank of one engine."""
+    """A worker for each rank of one engine.
+
+    Raises:
+        ConfigError: the engine cannot honour a setting; nothing was started.
+    """
     environment = plugin_environment(TRAIN_ENGINES, engine, config)
+    load_plugin(TRAIN_ENGINES, engine).capabilities(config)
     return [
         WorkerPlan(
             name=f"{name}-{rank}",
@@ -231,6 +265,5 @@ def _optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
 
 def plugin_environment(group: str, name: str, config: Any) -> dict[str, str]:
     """What the plugin wants in its process's environment, and where Python finds the user's own modules."""
-    wanted = getattr(load_plugin(group, name), "process_environment", None)
     paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} | (dict(wanted(config)) if wanted else {})
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} | env_vars_of(load_plugin(group, name), config)

@@ -111,7 +111,8 @@ class RolloutPool:
     @property
     def partial_sync(self) -> PartialSync:
         """What may travel in place of all weights to every engine."""
-        return min((c.partial_sync for c in self._capabilities), key=PARTIAL_SYNCS.index, default="none")
+        found: list[PartialSync] = [one.partial_sync for one in self._capabilities]
+        return min(found, key=PARTIAL_SYNCS.index) if found else "none"
 
     @property
     def adapters(self) -> bool:

@@ -131,10 +131,15 @@ class TrainGroup:
         """See TrainEngine."""
         self._all("load", path, what="load a checkpoint")
 
-    def export(self, path: Path, *, averaged: bool = False) -> None:
-        """See TrainEngine. `averaged` writes the moving average of the weights, of an engine that keeps one."""
+    def export(self, path: Path) -> None:
+        """See TrainEngine."""
         path.mkdir(parents=True, exist_ok=True)
-        self._all("export", path, averaged, what="export the model")
+        self._all("export", path, what="export the model")
+
+    def export_average(self, path: Path) -> None:
+        """See KeepsAverage."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._all("export_average", path, what="export the average of its weights")
 
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for, of the rank with most of each; empty for an engine that does not say."""

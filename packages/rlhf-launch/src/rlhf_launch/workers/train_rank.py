@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rlhf_core import (
@@ -15,11 +14,17 @@ from rlhf_core import (
     ConfigError,
     DeltaSource,
     EngineConfig,
+    KeepsAverage,
     Link,
     Loss,
     ModelOutputs,
+    PendingSave,
+    ReportsMemory,
+    SavesInBackground,
     Sender,
+    SendsAdapters,
     StepReport,
+    TrainCapabilities,
     TrainEngine,
     WeightManifest,
     WeightSource,
@@ -48,7 +53,7 @@ class TrainWorker:
         self._sender: Sender | None = None
         self._delta: DeltaSource | None = None
         self._store: object = None
-        self._pending: Any = None
+        self._pending: PendingSave | None = None
 
     def address(self, world_size: int) -> tuple[str, int]:
         """Rank 0's meeting point. With one rank there is none to hold; the engine finds its own."""
@@ -83,6 +88,10 @@ class TrainWorker:
         if self._engine is None:
             raise RuntimeError("the training worker is not started")
         return self._engine
+
+    def capabilities(self) -> TrainCapabilities:
+        """See TrainEngine."""
+        return self.engine.capabilities(self._config)
 
     def score(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
         """See TrainEngine."""
@@ -122,12 +131,12 @@ class TrainWorker:
     def _weights(self, adapters: bool) -> WeightSource:
         if not adapters:
             return self.engine.weights()
-        source = getattr(self.engine, "adapter_weights", None)
-        if source is None:
+        if not (self.capabilities().adapter_weights and isinstance(self.engine, SendsAdapters)):
             raise ConfigError(
-                f"the train engine {self._engine_name} cannot send adapters alone; set weight_sync.adapters: merged"
+                f"the train engine {self._engine_name} cannot send adapters alone with these settings; set "
+                "weight_sync.adapters: merged"
             )
-        return source()
+        return self.engine.adapter_weights()
 
     def changes(self, version: int, bucket_bytes: int, mode: DeltaMode) -> WeightManifest:
         """What changed since the confirmed version, or all weights; collective. Rank 0's answer counts."""
@@ -156,11 +165,10 @@ class TrainWorker:
 
     def save(self, path: Path, background: bool = False) -> None:
         """See TrainEngine. In the background, if the engine can; `finish_save` completes it."""
-        begin: Any = getattr(self.engine, "save_in_background", None) if background else None
-        if begin is None:
-            self.engine.save(path)
+        if background and isinstance(self.engine, SavesInBackground) and self.capabilities().background_save:
+            self._pending = self.engine.save_in_background(path)
         else:
-            self._pending = begin(path)
+            self.engine.save(path)
 
     def saved(self) -> bool:
         """Whether this rank's files are on disk."""
@@ -176,18 +184,25 @@ class TrainWorker:
         """See TrainEngine."""
         self.engine.load(path)
 
-    def export(self, path: Path, averaged: bool = False) -> None:
-        """See TrainEngine; `averaged` is for engines that keep a moving average of their weights."""
-        engine: Any = self.engine
-        if averaged:
-            engine.export(path, averaged=True)
-        else:
-            engine.export(path)
+    def export(self, path: Path) -> None:
+        """See TrainEngine."""
+        self.engine.export(path)
+
+    def export_average(self, path: Path) -> None:
+        """See KeepsAverage.
+
+        Raises:
+            ConfigError: the engine keeps no average.
+        """
+        if not (self.capabilities().average and isinstance(self.engine, KeepsAverage)):
+            raise ConfigError(
+                f"the train engine {self._engine_name} keeps no average of these weights; set train.average_decay"
+            )
+        self.engine.export_average(path)
 
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for, peaks under `peak_<phase>`; empty if the engine does not say."""
-        report: Any = getattr(self.engine, "memory_report", None)
-        return {} if report is None else report().sizes
+        return self.engine.memory_report().sizes if isinstance(self.engine, ReportsMemory) else {}
 
     def close(self) -> None:
         """Release engine, link and store."""

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rlhf_core import RolloutConfig
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, process_environment
+from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, env_vars
 
 
 def test_a_cpu_process_computes_with_one_thread_unless_told_otherwise() -> None:
-    assert process_environment(RolloutConfig(model="m"))["OMP_NUM_THREADS"] == "1"
+    assert env_vars(RolloutConfig(model="m"))["OMP_NUM_THREADS"] == "1"
     config = RolloutConfig(model="m", options={"cpu_threads": 8})
-    assert process_environment(config)["OMP_NUM_THREADS"] == "8"
+    assert env_vars(config)["OMP_NUM_THREADS"] == "8"
 
 
 def test_a_gpu_process_keeps_its_compiler_and_threads() -> None:
-    variables = process_environment(RolloutConfig(model="m", device="cuda"))
+    variables = env_vars(RolloutConfig(model="m", device="cuda"))
     assert variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert not {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"} & set(variables)
 

@@ -29,7 +29,7 @@ from rlhf_core import (
 
 from rlhf_rollout.backends.vllm.engine import build_engine, shut_down_engine, steps_in_flight
 from rlhf_rollout.backends.vllm.loop import VLLMLoop
-from rlhf_rollout.backends.vllm.options import engine_arguments, prepare_process, process_environment, worker_count
+from rlhf_rollout.backends.vllm.options import engine_arguments, env_vars, prepare_process, worker_count
 from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
 from rlhf_rollout.backends.vllm.weights import EngineWeights
 from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers
@@ -43,7 +43,7 @@ _START_S = 120.0
 class VLLMBackend:
     """RolloutBackend on vLLM. `config.options` are fields of vLLM's EngineArgs, and these:
 
-    `cpu_threads`: threads of the engine on CPU (1); best set through `process_environment` before the process
+    `cpu_threads`: threads of the engine on CPU (1); best set through `env_vars` before the process
     starts. `sleep_level`: with `enable_sleep_mode`, 1 keeps the weights in host memory while asleep (default),
     2 drops them, and they must be sent before sampling goes on.
 
@@ -53,7 +53,7 @@ class VLLMBackend:
         EngineDiedError: the engine did not start; and, by every call, after it has failed. Names the first cause.
     """
 
-    process_environment = staticmethod(process_environment)
+    env_vars = staticmethod(env_vars)
 
     def __init__(self, config: RolloutConfig) -> None:
         prepare_process(config)

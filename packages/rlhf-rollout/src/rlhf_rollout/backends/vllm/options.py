@@ -33,7 +33,7 @@ _CPU_BLOCK = 32
 computes most prompts again for each sample; 32 is the smallest that its attention takes."""
 
 
-def process_environment(config: RolloutConfig) -> dict[str, str]:
+def env_vars(config: RolloutConfig) -> dict[str, str]:
     """Variables to set before a process that will hold this backend starts.
 
     A thread pool reads its size when it is created, so setting these later is too late for `OMP_NUM_THREADS`:
@@ -55,8 +55,8 @@ def process_environment(config: RolloutConfig) -> dict[str, str]:
 
 
 def prepare_process(config: RolloutConfig) -> None:
-    """Set what is missing of `process_environment`, and import vLLM (seconds)."""
-    for name, value in process_environment(config).items():
+    """Set what is missing of `env_vars`, and import vLLM (seconds)."""
+    for name, value in env_vars(config).items():
         os.environ.setdefault(name, value)
     # With an engine process of vLLM's own, steps could not be separated from weight updates.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_core import ConfigError
-from rlhf_core.interfaces.training import DType
+from rlhf_core import ConfigError, DType
 
 from rlhf_rollout.rewards.kind import Weighted
 from rlhf_rollout.rewards.kinds.steps import StepRewardConfig
