@@ -2,25 +2,35 @@
 
 from rlhf_core import LoraConfig
 
+from rlhf_algos.advantages.estimator import Advantage, AdvantageConfig, AdvantageFunction
 from rlhf_algos.advantages.groups import (
     AdvantageScale,
+    GroupConfig,
     GroupStatistics,
+    GRPOAdvantagesConfig,
     LoneAdvantage,
+    OPOAdvantagesConfig,
+    ReMaxAdvantagesConfig,
+    RLOOAdvantagesConfig,
     group_statistics,
+    group_sum,
     grpo_advantages,
     opo_advantages,
+    reinforce_advantages,
     remax_advantages,
     rloo_advantages,
 )
-from rlhf_algos.advantages.registry import ESTIMATORS, Estimator, estimator
-from rlhf_algos.advantages.returns import discounted_returns, gae, spread_scores, whiten
+from rlhf_algos.advantages.registry import ADVANTAGES, make_advantage
+from rlhf_algos.advantages.returns import WhitenConfig, Whitening, discounted_returns, gae, spread_scores, whiten
 from rlhf_algos.advantages.reward_shaping import (
     RewardShaping,
     overlong_penalty,
     place_scores,
+    placed_rewards,
     shape_scores,
-    token_rewards,
+    token_kl,
 )
+from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
 from rlhf_algos.config.loader import dump_config, from_mapping, load_config, to_plain
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, LengthLimit, TokenRow, load_encoder
 from rlhf_algos.data.examples import Encode, EncodingReport, Example, collate_examples, encode_rows
@@ -40,11 +50,12 @@ from rlhf_algos.kl import (
     full_kl,
     kl_estimate,
 )
-from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation, row_count
+from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation, row_count
 from rlhf_algos.losses.offline.distillation import (
     Divergence,
     DivergenceConfig,
     OnPolicyDistillationConfig,
+    OtherTokens,
     chunked_divergence,
     distillation_terms,
     divergence_from_logits,
@@ -66,6 +77,7 @@ from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLoss, PairLossSe
 from rlhf_algos.losses.offline.preference import (
     DPOConfig,
     FDivergence,
+    SFTMean,
     chosen_nll,
     dpo,
     f_score,
@@ -91,8 +103,10 @@ from rlhf_algos.losses.offline.responses import (
 )
 from rlhf_algos.losses.offline.reward_model import (
     BradleyTerryConfig,
+    LabelSoftmax,
     ProcessRewardLossConfig,
     RewardLoss,
+    Supervision,
     bradley_terry,
     process_reward_loss,
     step_label_losses,
@@ -113,7 +127,6 @@ from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
-    add_aux_loss,
     finish_policy_loss,
     policy_log_ratios,
     policy_mask,
@@ -143,14 +156,15 @@ from rlhf_algos.offline.loop import OfflineEvent, TrainResult, evaluate, train
 from rlhf_algos.offline.methods import METHODS, Method, Prepare, RowScorer, find_method
 from rlhf_algos.offline.progress import ProgressBar
 from rlhf_algos.offline.teacher import DistillConfig, distill
+from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
-from rlhf_algos.recipes.policy_recipe import KLPlace, PolicyRecipe, Recipe
-from rlhf_algos.recipes.recipes import GRPO, PPO
+from rlhf_algos.recipes.ppo import PPO
+from rlhf_algos.recipes.recipe import KLPlace, PolicyRecipe, Recipe
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.model import TorchOptions, check_model_path
 
 __all__ = [
-    "ESTIMATORS",
+    "ADVANTAGES",
     "GRPO",
     "METHODS",
     "NAMED_RECIPES",
@@ -158,6 +172,9 @@ __all__ = [
     "POLICY_LOSSES",
     "PPO",
     "AdaptiveKL",
+    "Advantage",
+    "AdvantageConfig",
+    "AdvantageFunction",
     "AdvantageScale",
     "Aggregation",
     "BradleyTerryConfig",
@@ -177,13 +194,14 @@ __all__ = [
     "EncodingOptions",
     "EncodingReport",
     "EngineFactory",
-    "Estimator",
     "EvalConfig",
     "Example",
     "FDivergence",
     "FixedKL",
     "GMPOConfig",
+    "GRPOAdvantagesConfig",
     "GSPOConfig",
+    "GroupConfig",
     "GroupStatistics",
     "KLController",
     "KLCovConfig",
@@ -192,17 +210,20 @@ __all__ = [
     "KLPlace",
     "KTOConfig",
     "KTOLoss",
+    "LabelSoftmax",
     "LearningConfig",
     "LengthLimit",
     "LoneAdvantage",
     "LoraConfig",
     "Method",
     "MetricsWriter",
+    "OPOAdvantagesConfig",
     "ORPOConfig",
     "OffPolicyCorrection",
     "OfflineConfig",
     "OfflineEvent",
     "OnPolicyDistillationConfig",
+    "OtherTokens",
     "PPOClipConfig",
     "PairLoss",
     "PairLossSettings",
@@ -211,7 +232,9 @@ __all__ = [
     "Prepare",
     "ProcessRewardLossConfig",
     "ProgressBar",
+    "RLOOAdvantagesConfig",
     "RatioLevel",
+    "ReMaxAdvantagesConfig",
     "Recipe",
     "ReinforceConfig",
     "RewardLoss",
@@ -222,12 +245,16 @@ __all__ = [
     "SAPOConfig",
     "SFTConfig",
     "SFTLoss",
+    "SFTMean",
     "SimPOConfig",
+    "Supervision",
     "TokenRow",
     "TorchEngine",
     "TorchOptions",
     "TrainResult",
     "ValueClipConfig",
+    "WhitenConfig",
+    "Whitening",
     "add_aux_loss",
     "aggregate",
     "aot_partners",
@@ -252,7 +279,6 @@ __all__ = [
     "dump_config",
     "effective_sample_size",
     "encode_rows",
-    "estimator",
     "evaluate",
     "f_score",
     "find_method",
@@ -262,6 +288,7 @@ __all__ = [
     "gae",
     "gmpo",
     "group_statistics",
+    "group_sum",
     "grpo_advantages",
     "gspo",
     "kl_baseline",
@@ -271,6 +298,7 @@ __all__ = [
     "load_config",
     "load_encoder",
     "log_odds",
+    "make_advantage",
     "make_policy_loss",
     "make_recipe",
     "mismatch_log_ratio",
@@ -284,6 +312,7 @@ __all__ = [
     "overlong_penalty",
     "pair_metrics",
     "place_scores",
+    "placed_rewards",
     "policy_log_ratios",
     "policy_mask",
     "ppo_clip",
@@ -294,6 +323,7 @@ __all__ = [
     "reference_log_probs",
     "reference_log_ratios",
     "reinforce",
+    "reinforce_advantages",
     "remax_advantages",
     "response_lengths",
     "response_log_probs",
@@ -306,15 +336,18 @@ __all__ = [
     "simpo",
     "split_pairs",
     "spread_scores",
+    "step_advantages",
     "step_examples",
+    "step_index",
     "step_label_losses",
     "step_positions",
     "supervised_examples",
     "to_plain",
     "token_advantages",
     "token_covariance",
-    "token_rewards",
+    "token_kl",
     "train",
+    "turn_ends",
     "unpaired_examples",
     "value_clip",
     "whiten",

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, Mean, mean_of
 from torch import Tensor
+
+from rlhf_algos.choices import check_choices
 
 RatioLevel = Literal["token", "sequence", "geometric"]
 """Ratio of each token; product over the response; geometric mean over the response."""
@@ -47,12 +49,7 @@ class OffPolicyCorrection:
     verl's rejection, False in TRL and OpenRLHF, where it counts as a zero."""
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("level", self.level, get_args(RatioLevel)),
-            ("mode", self.mode, get_args(CorrectionMode)),
-        ):
-            if value not in choices:
-                raise ConfigError(f"off-policy: {name} {value!r} is unknown; write one of {', '.join(choices)}")
+        check_choices("off-policy", self, level=RatioLevel, mode=CorrectionMode)
         low, high = self.bounds
         if not 0 <= low <= high:
             raise ConfigError(f"off-policy: needs 0 <= low <= high, got low={self.low}, high={self.high}")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_algos.advantages.returns import discounted_returns, gae, spread_scores, whiten
+from rlhf_algos.advantages.returns import WhitenConfig, discounted_returns, gae, spread_scores, whiten
+from rlhf_core import ConfigError
 
 MASK = torch.tensor([[False, True, True, True]])
 
@@ -55,17 +56,42 @@ def test_discounted_returns():
 def test_whiten_by_hand():
     values, mask = torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[True, True, False]])
     assert whiten(values, mask)[0].tolist() == pytest.approx([-1, 1, 0])
-    assert whiten(values, mask, unbiased=True)[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0])
-    assert whiten(values, mask, shift_mean=False)[0].tolist() == pytest.approx([1, 3, 0])
-    assert whiten(values, mask, eps=3.0, eps_mode="add")[0].tolist() == pytest.approx([-0.5, 0.5, 0])
-    assert whiten(values, mask, eps=4.0)[0].tolist() == pytest.approx([-0.5, 0.5, 0])
+    for options, expected in (
+        ({"unbiased": True}, [-(0.5**0.5), 0.5**0.5, 0]),
+        ({"eps": 3.0, "eps_mode": "add"}, [-0.5, 0.5, 0]),
+        ({"eps": 4.0}, [-0.5, 0.5, 0]),
+    ):
+        assert whiten(values, mask, WhitenConfig(**options))[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("standardize", [-1, 1, 0]),
+        ("keep_mean", [-1 + 7, 1 + 7, 0]),
+        ("scale", [5 / 2, 9 / 2, 0]),
+        ("center", [-2, 2, 0]),
+    ],
+)
+def test_kinds_of_whitening_by_hand(kind, expected):
+    """5 and 9: mean 7, deviation 2. `keep_mean` is what verl, TRL and torchtune call whitening without a shift."""
+    values, mask = torch.tensor([[5.0, 9.0, 99.0]]), torch.tensor([[True, True, False]])
+    assert whiten(values, mask, WhitenConfig(kind=kind))[0].tolist() == pytest.approx(expected)
+
+
+def test_unknown_whitening_is_refused():
+    with pytest.raises(ConfigError, match="standardize, keep_mean, scale, center"):
+        WhitenConfig(kind="shift")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="negative"):
+        WhitenConfig(eps=-1.0)
 
 
 def test_whiten_of_constant_single_or_no_token_is_zero():
     values = torch.full((1, 3), 5.0)
     for mask in ([True, True, True], [True, False, False], [False, False, False]):
         for unbiased in (False, True):
-            assert whiten(values, torch.tensor([mask]), unbiased=unbiased).tolist() == [[0, 0, 0]]
+            config = WhitenConfig(unbiased=unbiased)
+            assert whiten(values, torch.tensor([mask]), config).tolist() == [[0, 0, 0]]
 
 
 class TwoRanks:

@@ -1,11 +1,14 @@
+import math
+
 import pytest
 import torch
 from rlhf_algos.advantages.reward_shaping import (
     RewardShaping,
     overlong_penalty,
     place_scores,
+    placed_rewards,
     shape_scores,
-    token_rewards,
+    token_kl,
 )
 from rlhf_core import Batch, ConfigError
 
@@ -26,18 +29,24 @@ def test_scores_go_to_the_last_sampled_token_only():
     assert got.tolist() == [[0, 0, 1, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
 
 
-def test_kl_penalty_at_every_sampled_token():
+def test_parts_of_a_score_stay_where_they_fell():
+    """The first row earned 0.5 at its first token and 1 in all; the last one sampled nothing."""
+    steps = torch.tensor([[9.0, 0.5, 0.0, 9.0], [0.0, 2.0, 0.0, 0.0], [9.0, 9.0, 9.0, 9.0]])
+    got = placed_rewards(torch.tensor([1.0, 2.0 + 1e-9, 3.0]), batch(rewards=steps))
+    assert got.tolist() == [[0, 0.5, 0.5, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+
+
+def test_kl_at_every_sampled_token():
     columns = {"old_log_probs": torch.full((3, 4), -1.0), "ref_log_probs": torch.full((3, 4), -3.0)}
-    rewards, metrics = token_rewards(torch.tensor([1.0, 2.0, 3.0]), batch(**columns), kl_coef=0.1)
-    expected = torch.tensor([[0, -0.2, 0.8, 0], [0, 1.8, 0, 0], [0, 0, 0, 0]])
-    torch.testing.assert_close(rewards, expected)
-    assert metrics["kl"].value == pytest.approx(2.0)
+    assert token_kl(batch(**columns)).tolist() == [[0, 2, 2, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+    assert token_kl(batch(**columns), value_limit=0.5).max() == 0.5
+    limited = token_kl(batch(**columns), "k3", log_ratio_limit=1.0)
+    assert float(limited.max()) == pytest.approx(math.exp(-1))
 
 
-def test_kl_penalty_without_reference_is_refused():
+def test_kl_without_reference_is_refused():
     with pytest.raises(ConfigError, match="ref_log_probs"):
-        token_rewards(torch.zeros(3), batch(), kl_coef=0.1)
-    assert token_rewards(torch.zeros(3), batch())[1] == {}
+        token_kl(batch())
 
 
 def test_overlong_penalty_by_hand():

@@ -6,8 +6,8 @@ from rlhf_algos.advantages.reward_shaping import RewardShaping
 from rlhf_algos.kl import AdaptiveKL, FixedKL
 from rlhf_algos.losses.online.clipped import ppo_clip
 from rlhf_algos.off_policy import OffPolicyCorrection
-from rlhf_algos.recipes.policy_recipe import Recipe
-from rlhf_algos.recipes.recipes import GRPO, PPO
+from rlhf_algos.recipes.grpo import GRPO
+from rlhf_algos.recipes.recipe import Recipe
 from rlhf_core import Batch, ConfigError, PluginError
 
 MASK = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, False, False]])
@@ -62,7 +62,7 @@ def test_kl_in_the_score_comes_before_the_baseline():
 
 
 def test_kl_in_the_reward_comes_after_the_baseline():
-    recipe = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k1", advantage="group_mean")
+    recipe = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k1", advantage_options={"scale": "none"})
     ready, metrics = recipe.prepare(batch(ref_log_probs=torch.full((4, 3), -2.0)), SCORES, IDS, 0.5)
     assert ready["advantages"].tolist() == [[0, -2, -1.5], [0, 0.5, 0], [0, -1, -0.5], [0, 0, 0]]
     assert metrics["kl"].value == pytest.approx(1.0)
@@ -98,26 +98,6 @@ def test_truncated_rows_leave_the_loss_but_not_the_group():
     assert ready["advantages"].tolist()[:2] == [[0, 0, 0], [0, 1, 0]]
 
 
-def test_ppo_adds_returns_and_old_values():
-    recipe = PPO(whiten=False, lam=1.0, kl_coef=0.5)
-    assert recipe.needs_critic
-    assert recipe.needs_reference
-    values = torch.full((4, 3), 0.5)
-    ready, metrics = recipe.prepare(batch(values=values, ref_log_probs=torch.full((4, 3), -2.0)), SCORES, IDS, 0.5)
-    assert ready["returns"].tolist() == [[0, 0, 0.5], [0, 2.5, 0], [0, 4, 4.5], [0, 0, 0]]
-    assert ready["advantages"].tolist() == [[0, -0.5, 0], [0, 2, 0], [0, 3.5, 4], [0, 0, 0]]
-    assert ready["old_values"] is values
-    assert metrics["kl"].value == pytest.approx(1.0)
-    assert recipe.value_loss().outputs == ("values",)  # type: ignore[union-attr]
-    assert recipe.policy_loss().config.kl_coef == 0
-
-
-def test_ppo_whitens():
-    ready, _ = PPO().prepare(batch(values=torch.zeros(4, 3)), SCORES, IDS, 0.0)
-    assert float(ready["advantages"][MASK].mean()) == pytest.approx(0, abs=1e-6)
-    assert PPO().needs_reference is False
-
-
 def test_controllers():
     assert isinstance(GRPO(kl_coef=0.1).kl_controller(), FixedKL)
     adaptive = GRPO(kl_coef=0.1, kl_target=2.0).kl_controller()
@@ -129,7 +109,7 @@ def test_own_functions(monkeypatch, tmp_path):
     (tmp_path / "my_algorithm.py").write_text(
         "def loss(outputs, batch, config):\n    return config\n"
         "loss.outputs = ('log_probs', 'entropy')\n"
-        "def advantage(scores, group_ids, batch, *, factor):\n    return scores * factor\n"
+        "def advantage(scores, group_ids, batch, config):\n    return scores * config['factor']\n"
     )
     monkeypatch.chdir(tmp_path)
     recipe = GRPO(
@@ -165,10 +145,6 @@ def test_mistakes_are_found_when_the_recipe_is_written(options, message):
 def test_own_function_that_is_not_there():
     with pytest.raises(PluginError, match="no_such_module"):
         GRPO(loss="no_such_module:loss")
-    with pytest.raises(ConfigError, match="lam"):
-        PPO(lam=2.0)
-    with pytest.raises(ConfigError, match="clip_range"):
-        PPO(value_loss_options={"clip": 0.1})
 
 
 def test_scores_that_are_not_finite_stop_here():
@@ -176,19 +152,56 @@ def test_scores_that_are_not_finite_stop_here():
         GRPO().prepare(batch(), torch.tensor([1.0, float("nan"), 0.0, 0.0]), IDS, 0.0)
 
 
-def test_ppo_gives_rewards_of_turns_where_they_fell():
-    """Two turns of one token, an environment token between: 0.5 for the first, the other 1.5 of 2 at the end."""
-    mask = torch.tensor([[False, True, False, True]])
-    batch = Batch(
-        token_ids=torch.ones(1, 4, dtype=torch.long),
-        attention_mask=torch.ones(1, 4, dtype=torch.bool),
+@pytest.mark.parametrize("kl_in", ["loss", "score", "reward"])
+def test_the_clamps_of_the_kl_reach_it_wherever_it_goes(kl_in):
+    """An unclamped KL of 4 nats per token, clamped at 0.5; the estimator k1 knows no other clamp."""
+    ref = batch(ref_log_probs=torch.full((4, 3), -5.0))
+    options = {"kl_coef": 0.1, "kl_in": kl_in, "kl_estimator": "k1", "advantage": "reinforce"}
+    recipe = GRPO(kl_value_limit=0.5, kl_log_ratio_limit=3.0, **options)
+    config = recipe.policy_loss().config
+    if kl_in == "loss":
+        assert (config.kl_value_limit, config.kl_log_ratio_limit) == (0.5, 3.0)
+        return
+    assert config.kl_coef == 0
+    ready, _ = recipe.prepare(ref, SCORES, IDS, 0.1)
+    first = 1 - 0.1 * 0.5 * 2  # two tokens
+    assert ready["advantages"][0].tolist() == pytest.approx([0, first, first if kl_in == "score" else 1 - 0.05])
+    free, _ = GRPO(**options).prepare(ref, SCORES, IDS, 0.1)
+    assert float(free["advantages"][0, 1]) == pytest.approx(1 - 0.1 * 4 * 2)
+
+
+def turns(rewards):
+    """Two responses to one prompt with two turns of one token each, an environment token between them."""
+    mask = torch.tensor([[False, True, False, True]] * 2)
+    columns = {"rollout_log_probs": torch.zeros(2, 4)}
+    if rewards is not None:
+        columns["rewards"] = torch.tensor(rewards)
+    return Batch(
+        token_ids=torch.ones(2, 4, dtype=torch.long),
+        attention_mask=torch.ones(2, 4, dtype=torch.bool),
         response_mask=mask,
-        columns={
-            "values": torch.zeros(1, 4),
-            "old_log_probs": torch.zeros(1, 4),
-            "rewards": torch.tensor([[0.0, 0.5, 0.0, 0.0]]),
-        },
+        columns=columns,
     )
-    recipe = PPO(gamma=1.0, lam=1.0, whiten=False)
-    prepared, _ = recipe.prepare(batch, torch.tensor([2.0]), torch.tensor([0]), kl_coef=0.0)
-    assert prepared["returns"].tolist() == [[0.0, 2.0, 0.0, 1.5]]
+
+
+def test_rewards_of_turns_keep_their_places():
+    """Both earn 1 in the first turn, the second one 1 more in its last: only that turn is told apart there."""
+    recipe = GRPO(advantage_options={"scale": "none"})
+    ids = torch.tensor([0, 0])
+    steps = turns([[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
+    ready, _ = recipe.prepare(steps, torch.tensor([1.0, 2.0]), ids, 0.0)
+    assert ready["advantages"].tolist() == [[0, -0.5, 0, -0.5], [0, 0.5, 0, 0.5]]
+    # The first response earned more in the first turn, as much in the second: its second turn is no better.
+    steps = turns([[0.0, 2.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    ready, _ = recipe.prepare(steps, torch.tensor([3.0, 1.0]), ids, 0.0)
+    assert ready["advantages"].tolist() == [[0, 1, 0, 0], [0, -1, 0, 0]]
+    plain, _ = recipe.prepare(turns(None), torch.tensor([3.0, 1.0]), ids, 0.0)
+    assert plain["advantages"].tolist() == [[0, 1, 0, 1], [0, -1, 0, -1]]
+
+
+def test_rewards_of_turns_with_discount_and_kl():
+    """REINFORCE with rewards to go: 2 and 1 to go, a KL of 0.5 at each token, both discounted by 0.5."""
+    recipe = GRPO(advantage="reinforce", gamma=0.5, kl_coef=1.0, kl_in="reward", kl_estimator="k1")
+    rows = turns([[0.0, 1.0, 0.0, 1.0]] * 2).with_columns(ref_log_probs=torch.full((2, 4), -0.5))
+    ready, _ = recipe.prepare(rows, torch.tensor([2.0, 2.0]), torch.tensor([0, 0]), 1.0)
+    assert ready["advantages"][0].tolist() == [0, 1 - 0.5 + 0.5 * (1 - 0.5), 0, 1 - 0.5]

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from rlhf_algos.losses.online.registry import POLICY_LOSSES, make_policy_loss
+from rlhf_algos.off_policy import OffPolicyCorrection
+from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
-from rlhf_algos.recipes.policy_recipe import Recipe
-from rlhf_algos.recipes.recipes import GRPO, PPO
-from rlhf_core import Batch, ConfigError, ModelOutputs
+from rlhf_algos.recipes.ppo import PPO
+from rlhf_algos.recipes.recipe import Recipe
+from rlhf_core import Batch, ConfigError, ModelOutputs, PluginError
 
 MASK = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, True, True]])
 
@@ -69,7 +71,10 @@ def test_options_replace_and_merge():
         ("dappo", {}, "did you mean 'dapo'"),
         ("grpo", {"advantag": "rloo"}, "did you mean 'advantage'"),
         ("ppo", {"advantage": "rloo"}, "unknown key"),
-        ("grpo", {"shaping": {"clipp": (0, 1)}}, "did you mean 'clip'"),
+        ("grpo", {"kl_coef": "much"}, "kl_coef must be a number"),
+        ("grpo", {"loss_options": {"clip_rang": 0.1}}, "did you mean 'clip_range'"),
+        ("grpo", {"off_policy": [{"levl": "token"}]}, r"off_policy\[0\].levl"),
+        ("grpo", {"shaping": {"clipp": (0, 1)}}, "did you mean 'shaping.clip'"),
     ],
 )
 def test_mistakes_name_the_nearest(name, options, message):
@@ -88,3 +93,80 @@ def test_named_losses():
 def test_defaults_are_plain():
     assert make_recipe("ppo") == PPO()
     assert make_recipe("gspo") == GRPO(loss="gspo")
+
+
+def test_nested_settings_as_a_file_gives_them():
+    recipe = make_recipe(
+        "dapo",
+        {
+            "kl_coef": 0.01,
+            "loss_options": {"dual_clip": 3.0},
+            "shaping": {"overlong_max_length": 100, "overlong_buffer": 20},
+            "off_policy": [{"mode": "mask", "low": 0.5, "high": 2.0}],
+        },
+    )
+    assert isinstance(recipe, GRPO)
+    config = recipe.policy_loss().config
+    assert (config.clip_range_high, config.dual_clip, config.kl_coef) == (0.28, 3.0, 0.01)
+    assert recipe.off_policy == (OffPolicyCorrection(mode="mask", low=0.5, high=2.0),)
+    assert recipe.shaping.overlong_buffer == 20
+
+
+def test_options_of_another_estimator_than_the_presets_do_not_linger():
+    assert make_recipe("dr_grpo", {"advantage": "rloo"}).advantage_options == {}  # type: ignore[attr-defined]
+    kept = make_recipe("dr_grpo", {"advantage_options": {"singleton": "score"}})
+    assert kept.advantage_options == {"scale": "none", "singleton": "score"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(NAMED_RECIPES))
+def test_recipes_say_how_many_samples_and_what_else_they_need(name):
+    recipe = make_recipe(name)
+    alone = {"ppo", "reinforce", "reinforce_pp", "remax"}
+    assert recipe.min_samples_per_prompt == (1 if name in alone else 2)
+    assert recipe.needs_greedy_scores == (name == "remax")
+    assert recipe.score_parts == ()
+
+
+def test_one_sample_per_prompt_where_a_lone_response_keeps_its_score():
+    recipe = make_recipe("rloo", {"advantage_options": {"singleton": "score"}, "kl_coef": 0.0})
+    assert recipe.min_samples_per_prompt == 1
+    ready, _ = recipe.prepare(batch(), torch.tensor([3.0, 0.0, 1.0, 2.0]), torch.arange(4), 0.0)
+    assert ready["advantages"].max(dim=1).values.tolist() == [3, 0, 1, 2]
+
+
+OWN = """
+from dataclasses import dataclass
+from rlhf_algos import GRPO
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doubled(GRPO):
+    factor: float = 2.0
+
+    def prepare(self, batch, scores, group_ids, kl_coef):
+        return GRPO.prepare(self, batch, self.factor * scores, group_ids, kl_coef)
+
+@dataclass(frozen=True)
+class Half:
+    needs_critic: bool = False
+
+class Plain:
+    pass
+"""
+
+
+def test_a_recipe_of_ones_own(monkeypatch, tmp_path):
+    (tmp_path / "own_recipes.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"factor": 3.0, "advantage": "reinforce", "shaping": {"truncation_penalty": 0.0}}
+    recipe = make_recipe("own_recipes:Doubled", options)
+    assert isinstance(recipe, Recipe)
+    ready, _ = recipe.prepare(batch(), torch.tensor([1.0, 0.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1]), 0.0)
+    assert ready["advantages"].max(dim=1).values.tolist() == [3, 0, 0, 6]
+    with pytest.raises(ConfigError, match="did you mean 'factor'"):
+        make_recipe("own_recipes:Doubled", {"facto": 1.0})
+    with pytest.raises(ConfigError, match=r"lacks kl_controller.*PolicyRecipe"):
+        make_recipe("own_recipes:Half")
+    with pytest.raises(ConfigError, match="write a dataclass"):
+        make_recipe("own_recipes:Plain")
+    with pytest.raises(PluginError):
+        make_recipe("no_such_module:Recipe")

@@ -5,7 +5,8 @@ import torch
 from rlhf_algos.advantages.reward_shaping import RewardShaping
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
 from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy
-from rlhf_algos.recipes.recipes import GRPO, PPO
+from rlhf_algos.recipes.grpo import GRPO
+from rlhf_algos.recipes.ppo import PPO
 from rlhf_core import Batch, ModelOutputs
 
 ROWS, LENGTH = 6, 5
@@ -69,7 +70,7 @@ def test_openrlhf_reinforce_plus_plus():
 def test_openrlhf_reinforce_baseline_clips_after_the_baseline():
     centred = torch.stack([SCORES[row] - group_mean(row) for row in range(ROWS)]).clamp(-0.5, 0.5)
     recipe = GRPO(
-        advantage="group_mean",
+        advantage_options={"scale": "none"},
         whiten=True,
         kl_coef=BETA,
         kl_in="reward",
@@ -91,7 +92,7 @@ def test_openrlhf_group_norm():
 def test_verl_reinforce_plus_plus_baseline():
     centred = torch.stack([SCORES[row] - group_mean(row) for row in range(ROWS)])
     options = {"unbiased": True, "eps": 1e-8, "eps_mode": "add"}
-    recipe = GRPO(advantage="group_mean", whiten=True, whiten_options=options)
+    recipe = GRPO(advantage_options={"scale": "none"}, whiten=True, whiten_options=options)
     torch.testing.assert_close(prepared(recipe), normalised(centred[:, None] * MASK, 1, 1e-8, True))
 
 

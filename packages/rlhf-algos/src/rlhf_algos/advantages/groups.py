@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from rlhf_core import ConfigError
+from rlhf_core import Batch
 from torch import Tensor
+
+from rlhf_algos.advantages.estimator import AdvantageConfig
+from rlhf_algos.choices import check_choices
 
 AdvantageScale = Literal["group", "batch", "none"]
 """What a centred score is divided by: the standard deviation of its group (GRPO), of the whole batch (TRL's
@@ -35,102 +38,128 @@ class GroupStatistics:
 
 def group_statistics(scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"]) -> GroupStatistics:
     """Count, mean and squared deviations per group; groups may have any size and order."""
+    count = group_sum(torch.ones_like(scores), group_ids)
+    mean = group_sum(scores, group_ids) / count
+    return GroupStatistics(count=count, mean=mean, squares=group_sum((scores - mean).square(), group_ids))
+
+
+def group_sum(values: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """The sum over each row's group."""
     inverse = torch.unique(group_ids, return_inverse=True)[1]
+    return torch.zeros_like(values).index_add(0, inverse, values)[inverse]
 
-    def total(values: Tensor) -> Tensor:
-        return torch.zeros_like(values).index_add(0, inverse, values)[inverse]
 
-    count = total(torch.ones_like(scores))
-    mean = total(scores) / count
-    return GroupStatistics(count=count, mean=mean, squares=total((scores - mean).square()))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig(AdvantageConfig):
+    """What estimators with a baseline from the other responses to the prompt share."""
+
+    singleton: LoneAdvantage = "zero"
+    """Advantage of a response without siblings; see `LoneAdvantage`."""
+
+    def __post_init__(self) -> None:
+        check_choices("advantage", self, singleton=LoneAdvantage)
+
+    @property
+    def min_samples_per_prompt(self) -> int:
+        """Two, unless a lone response keeps its score."""
+        return 1 if self.singleton == "score" else 2
+
+    def lone(self, scores: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """The advantages that the responses would have if each were alone."""
+        return scores if self.singleton == "score" else torch.zeros_like(scores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPOAdvantagesConfig(GroupConfig):
+    """Configuration of `grpo_advantages`."""
+
+    scale: AdvantageScale = "group"
+    """See `AdvantageScale`; `none` gives Dr. GRPO (Liu et al. 2025)."""
+    eps: float = 1e-6
+    """Added to the standard deviation: 1e-4 in TRL, 1e-6 in verl, 1e-9 in OpenRLHF."""
+    unbiased: bool = True
+    """Divide the variance by n - 1 (TRL, verl and OpenRLHF) and not by n."""
+
+    def __post_init__(self) -> None:
+        GroupConfig.__post_init__(self)
+        check_choices("advantage", self, scale=AdvantageScale)
 
 
 def grpo_advantages(
-    scores: Float[Tensor, " rows"],
-    group_ids: Int[Tensor, " rows"],
-    *,
-    scale: AdvantageScale = "group",
-    eps: float = 1e-6,
-    unbiased: bool = True,
-    singleton: LoneAdvantage = "zero",
+    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: GRPOAdvantagesConfig
 ) -> Float[Tensor, " rows"]:
     """(score - group mean) / (std + eps) (DeepSeekMath, Shao et al. 2024, section 4.1.2).
 
-    Args:
-        scores: one per response.
-        group_ids: equal for responses to the same prompt.
-        scale: see `AdvantageScale`; `none` gives Dr. GRPO (Liu et al. 2025).
-        eps: added to the standard deviation: 1e-4 in TRL, 1e-6 in verl, 1e-9 in OpenRLHF.
-        unbiased: divide the variance by n - 1 (TRL, verl and OpenRLHF) and not by n.
-        singleton: see `LoneAdvantage`.
-
     A group whose scores are all equal gets zeros.
-
-    >>> grpo_advantages(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]), scale="none")
-    tensor([-1.,  1.,  0.])
     """
-    if scale not in get_args(AdvantageScale):
-        raise ConfigError(
-            f"advantages: scale {scale!r} is unknown; write one of {', '.join(get_args(AdvantageScale))}"
-        )
     groups = group_statistics(scores, group_ids)
     alone = groups.count == 1
-    if scale == "group":
+    if config.scale == "group":
         # A lone response has no deviation of its own: its score stays as it is (times one, as in verl).
-        divisor = torch.where(alone, 1.0, groups.std(unbiased=unbiased)) + eps
-    elif scale == "batch":
+        divisor = torch.where(alone, 1.0, groups.std(unbiased=config.unbiased)) + config.eps
+    elif config.scale == "batch":
         squares = (scores - scores.mean()).square().sum()
-        divisor = (squares / max(len(scores) - int(unbiased), 1)).sqrt() + eps
+        divisor = (squares / max(len(scores) - int(config.unbiased), 1)).sqrt() + config.eps
     else:
         divisor = torch.ones_like(scores)
-    return _centred(scores, groups, singleton) / divisor
+    return torch.where(alone, config.lone(scores), scores - groups.mean) / divisor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLOOAdvantagesConfig(GroupConfig):
+    """Configuration of `rloo_advantages`."""
 
 
 def rloo_advantages(
-    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], *, singleton: LoneAdvantage = "zero"
+    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: RLOOAdvantagesConfig
 ) -> Float[Tensor, " rows"]:
-    """Score minus the mean of the *other* scores of its group (RLOO, Kool et al. 2019; Ahmadian et al. 2024).
-
-    >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 0]))
-    tensor([-3.0000, -1.5000,  4.5000])
-    """
+    """Score minus the mean of the *other* scores of its group (RLOO, Kool et al. 2019; Ahmadian et al. 2024)."""
     groups = group_statistics(scores, group_ids)
-    return _centred(scores, groups, singleton) * groups.count / (groups.count - 1).clamp(min=1)
+    others = (scores - groups.mean) * groups.count / (groups.count - 1).clamp(min=1)
+    return torch.where(groups.count == 1, config.lone(scores), others)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OPOAdvantagesConfig(GroupConfig):
+    """Configuration of `opo_advantages`."""
 
 
 def opo_advantages(
-    scores: Float[Tensor, " rows"],
-    group_ids: Int[Tensor, " rows"],
-    lengths: Float[Tensor, " rows"],
-    *,
-    singleton: LoneAdvantage = "zero",
+    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: OPOAdvantagesConfig
 ) -> Float[Tensor, " rows"]:
     """Score minus the length-weighted mean of its group, the variance-optimal baseline (OPO, Hao et al. 2025).
 
-    Args:
-        scores: one per response.
-        group_ids: equal for responses to the same prompt.
-        lengths: sampled tokens per response.
-        singleton: see `LoneAdvantage`.
+    The length is the number of sampled tokens.
     """
-    lengths = lengths.to(scores.dtype)
-    groups, weights = group_statistics(scores * lengths, group_ids), group_statistics(lengths, group_ids)
-    baseline = groups.mean / weights.mean.clamp(min=torch.finfo(scores.dtype).tiny)
-    alone = groups.count == 1
-    return torch.where(alone, scores if singleton == "score" else 0.0, scores - baseline)
+    lengths = batch.response_mask.sum(dim=1).to(scores.dtype)
+    weight = group_sum(lengths, group_ids).clamp(min=torch.finfo(scores.dtype).tiny)
+    baseline = group_sum(scores * lengths, group_ids) / weight
+    alone = group_sum(torch.ones_like(scores), group_ids) == 1
+    return torch.where(alone, config.lone(scores), scores - baseline)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReMaxAdvantagesConfig(AdvantageConfig):
+    """Configuration of `remax_advantages`."""
+
+    @property
+    def needs_greedy_scores(self) -> bool:
+        """Always."""
+        return True
 
 
 def remax_advantages(
-    scores: Float[Tensor, " rows"], greedy_scores: Float[Tensor, " rows"]
+    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: ReMaxAdvantagesConfig
 ) -> Float[Tensor, " rows"]:
-    """Score minus the score of the greedy response to the same prompt (ReMax, Li et al. 2023)."""
-    return scores - greedy_scores
+    """Score minus the score of the greedy response to the same prompt (ReMax, Li et al. 2023).
+
+    Column: `greedy_scores` [rows].
+    """
+    return scores - batch["greedy_scores"].to(scores.dtype)
 
 
-def _centred(scores: Tensor, groups: GroupStatistics, singleton: LoneAdvantage) -> Tensor:
-    if singleton not in get_args(LoneAdvantage):
-        raise ConfigError(
-            f"advantages: singleton {singleton!r} is unknown; write one of {', '.join(get_args(LoneAdvantage))}"
-        )
-    alone = scores if singleton == "score" else torch.zeros_like(scores)
-    return torch.where(groups.count == 1, alone, scores - groups.mean)
+def reinforce_advantages(
+    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: AdvantageConfig
+) -> Float[Tensor, " rows"]:
+    """The score itself: no baseline (REINFORCE, Williams 1992)."""
+    return scores

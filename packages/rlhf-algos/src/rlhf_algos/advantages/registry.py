@@ -1,67 +1,58 @@
-"""Advantage estimators by name, with one signature: f(scores, group_ids, batch, **options)."""
+"""Advantage estimators by name, for configuration files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Float, Int
-from rlhf_core import Batch, ConfigError, did_you_mean, load_object
-from torch import Tensor
+from rlhf_core import ConfigError, config_from, did_you_mean
 
-from rlhf_algos.advantages.groups import grpo_advantages, opo_advantages, remax_advantages, rloo_advantages
+from rlhf_algos.advantages.estimator import Advantage, AdvantageConfig, AdvantageFunction
+from rlhf_algos.advantages.groups import (
+    GRPOAdvantagesConfig,
+    OPOAdvantagesConfig,
+    ReMaxAdvantagesConfig,
+    RLOOAdvantagesConfig,
+    grpo_advantages,
+    opo_advantages,
+    reinforce_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from rlhf_algos.own_function import load_own_function, own_config
 
-Estimator = Callable[..., Tensor]
-"""f(scores [rows], group_ids [rows], batch, **options) -> advantages [rows] or [rows, length]."""
-
-
-def _grpo(scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, **options: Any) -> Tensor:
-    return grpo_advantages(scores, group_ids, **options)
-
-
-def _group_mean(scores: Tensor, group_ids: Tensor, batch: Batch, **options: Any) -> Tensor:
-    return grpo_advantages(scores, group_ids, scale="none", **options)
-
-
-def _rloo(scores: Tensor, group_ids: Tensor, batch: Batch, **options: Any) -> Tensor:
-    return rloo_advantages(scores, group_ids, **options)
-
-
-def _opo(scores: Tensor, group_ids: Tensor, batch: Batch, **options: Any) -> Tensor:
-    return opo_advantages(scores, group_ids, batch.response_mask.sum(dim=1), **options)
-
-
-def _remax(scores: Tensor, group_ids: Tensor, batch: Batch) -> Tensor:
-    return remax_advantages(scores, batch["greedy_scores"])
-
-
-def _reinforce(scores: Tensor, group_ids: Tensor, batch: Batch) -> Tensor:
-    return scores
-
-
-ESTIMATORS: Mapping[str, Estimator] = {
-    "grpo": _grpo,
-    "group_mean": _group_mean,
-    "rloo": _rloo,
-    "opo": _opo,
-    "remax": _remax,
-    "reinforce": _reinforce,
+ADVANTAGES: Mapping[str, tuple[AdvantageFunction, type[AdvantageConfig]]] = {
+    "grpo": (grpo_advantages, GRPOAdvantagesConfig),
+    "rloo": (rloo_advantages, RLOOAdvantagesConfig),
+    "opo": (opo_advantages, OPOAdvantagesConfig),
+    "remax": (remax_advantages, ReMaxAdvantagesConfig),
+    "reinforce": (reinforce_advantages, AdvantageConfig),
 }
-"""Name to estimator."""
+"""Name to function and config."""
 
 
-def estimator(name: str) -> Estimator:
-    """The estimator of this name, or the user's at `module:function`.
+def make_advantage(name: str, options: Mapping[str, Any] | None = None) -> Advantage:
+    """The estimator of a name in `ADVANTAGES`, or a user's at `module:function`.
+
+    Args:
+        name: of the estimator.
+        options: fields of its config. A user's function gets them as the dataclass that annotates its fourth
+            parameter, else as a dict.
 
     Raises:
-        ConfigError: unknown name.
+        ConfigError: unknown name or option.
         PluginError: the user's function cannot be imported.
     """
+    options, what = options or {}, f"advantage {name!r}"
     if ":" in name:
-        return load_object(name, what="advantage estimator")
-    if name not in ESTIMATORS:
-        raise ConfigError(
-            f"advantage estimator: {name!r} is unknown; {did_you_mean(name, ESTIMATORS)}write one of "
-            f"{', '.join(sorted(ESTIMATORS))}, or 'module:function'"
+        function, kind = load_own_function(
+            name, what="advantage estimator", parameters=("scores", "group_ids", "batch", "config")
         )
-    return ESTIMATORS[name]
+        return Advantage(function=function, config=own_config(kind, options, what=what))
+    if name not in ADVANTAGES:
+        raise ConfigError(
+            f"advantage estimator: {name!r} is unknown; {did_you_mean(name, ADVANTAGES)}write one of "
+            f"{', '.join(sorted(ADVANTAGES))}, or 'module:function'"
+        )
+    function, kind = ADVANTAGES[name]
+    return Advantage(function=function, config=config_from(kind, options, what=what))

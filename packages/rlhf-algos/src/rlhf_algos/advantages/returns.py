@@ -5,12 +5,25 @@ Environment tokens (False in the mask, between sampled tokens) are skipped: they
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from rlhf_core import OneRank, Ranks, masked_sum
+from rlhf_core import ConfigError, OneRank, Ranks, masked_sum
 from torch import Tensor
+
+from rlhf_algos.choices import check_choices
+
+Whitening = Literal["standardize", "keep_mean", "scale", "center"]
+"""With mean m and standard deviation s over the counted tokens of the batch:
+
+- standardize: (x - m) / s, for advantages.
+- keep_mean: (x - m) / s + m, which brings the scale to one around the same mean: what verl, TRL and torchtune call
+  whitening with `shift_mean=False`; TRL's PPO does it to token rewards.
+- scale: x / s.
+- center: x - m (OpenRLHF's `no_advantage_std_norm`).
+"""
 
 EpsMode = Literal["add", "clamp"]
 """How `eps` guards the variance: `add` (var + eps, verl and TRL's PPO) or `clamp` (max(var, eps), OpenRLHF)."""
@@ -52,38 +65,55 @@ def discounted_returns(
     return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0)[0]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhitenConfig:
+    """Configuration of `whiten`."""
+
+    kind: Whitening = "standardize"
+    """See `Whitening`."""
+    unbiased: bool = False
+    """Divide the variance by n - 1 (verl, TRL's PPO) and not by n (OpenRLHF)."""
+    eps: float = 1e-8
+    """Guard of the variance, see `EpsMode`."""
+    eps_mode: EpsMode = "clamp"
+    """See `EpsMode`."""
+
+    def __post_init__(self) -> None:
+        check_choices("whitening", self, kind=Whitening, eps_mode=EpsMode)
+        if self.eps < 0:
+            raise ConfigError(f"whitening: eps must not be negative, got {self.eps}")
+
+
 def whiten(
     values: Float[Tensor, "rows length"],
     mask: Bool[Tensor, "rows length"],
+    config: WhitenConfig | None = None,
     *,
-    shift_mean: bool = True,
-    unbiased: bool = False,
-    eps: float = 1e-8,
-    eps_mode: EpsMode = "clamp",
     ranks: Ranks | None = None,
 ) -> Float[Tensor, "rows length"]:
-    """Values to unit variance, and zero mean if `shift_mean`, over the counted tokens of all ranks.
+    """Values brought to a common mean or scale over the counted tokens of all ranks; see `Whitening`.
 
     Args:
         values: one number per token.
         mask: True where a token counts; the result is zero elsewhere.
-        shift_mean: False divides only, as PPO does for rewards.
-        unbiased: divide by n - 1 (verl, TRL's PPO) and not by n (OpenRLHF).
-        eps: guard of the variance, see `EpsMode`.
-        eps_mode: see `EpsMode`.
+        config: None standardizes.
         ranks: other ranks that hold parts of the batch; None means this is the whole batch.
 
-    Values that are all equal become zeros (with `shift_mean`), never NaN.
+    Values that are all equal become zeros by `standardize` and `center`, never NaN.
     """
-    ranks = ranks or OneRank()
+    config, ranks = config or WhitenConfig(), ranks or OneRank()
     exact = values.double()
     count, total = ranks.sum([float(mask.sum()), float(masked_sum(exact, mask))])
     mean = total / max(count, 1.0)
     (squares,) = ranks.sum([float(masked_sum((exact - mean).square(), mask))])
-    variance = squares / max(count - 1.0 if unbiased else count, 1.0)
-    scale = (variance + eps if eps_mode == "add" else max(variance, eps)) ** -0.5
-    centred = exact - mean if shift_mean else exact
-    return (centred * scale).masked_fill(~mask, 0).to(values.dtype)
+    variance = squares / max(count - 1.0 if config.unbiased else count, 1.0)
+    rescale = (variance + config.eps if config.eps_mode == "add" else max(variance, config.eps)) ** -0.5
+    result = exact if config.kind == "scale" else exact - mean
+    if config.kind != "center":
+        result = result * rescale
+    if config.kind == "keep_mean":
+        result = result + mean
+    return result.masked_fill(~mask, 0).to(values.dtype)
 
 
 def spread_scores(

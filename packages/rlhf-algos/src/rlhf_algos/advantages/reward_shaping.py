@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,28 +114,44 @@ def place_scores(
     return torch.where(positions == last.unsqueeze(1), scores.unsqueeze(1), 0.0)
 
 
-def token_rewards(
-    scores: Float[Tensor, " rows"],
-    batch: Batch,
-    *,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k1",
-    kl_value_limit: float = float("inf"),
-) -> tuple[Float[Tensor, "rows length"], dict[str, Mean]]:
-    """Score at the last sampled token minus kl_coef * KL at every sampled token (Ouyang et al. 2022).
+def placed_rewards(scores: Float[Tensor, " rows"], batch: Batch) -> Float[Tensor, "rows length"]:
+    """Each score as rewards of tokens: where the column `rewards` says that parts of it fell, the rest at the end.
 
-    Columns: `old_log_probs` and `ref_log_probs` [rows, length], if the batch has a reference. Metric: kl.
+    Column `rewards` [rows, length], optional: rewards of single turns or steps. The sum over a row is its score,
+    whatever shaping or normalisation has made of it; a row without a sampled token gets no reward at all.
     """
-    rewards = place_scores(scores, batch.response_mask)
-    if "ref_log_probs" not in batch:
-        if kl_coef:
-            raise ConfigError("a KL penalty needs the column 'ref_log_probs'; score the batch with the reference")
-        return rewards, {}
     mask = batch.response_mask
-    kl = kl_estimate(
+    placed = place_scores(scores, mask)
+    if "rewards" not in batch:
+        return placed
+    steps = batch["rewards"].to(scores.dtype).masked_fill(~mask, 0)
+    rest = scores - steps.sum(dim=1)
+    # What rounding leaves of a score that is the sum of its steps is no reward.
+    rest = torch.where(rest.abs() <= 1e-6 * scores.abs().clamp(min=1), 0.0, rest)
+    return steps + place_scores(rest, mask)
+
+
+def token_kl(
+    batch: Batch,
+    estimator: KLEstimator = "k1",
+    *,
+    value_limit: float = math.inf,
+    log_ratio_limit: float = 20.0,
+) -> Float[Tensor, "rows length"]:
+    """KL(policy before the step || reference) at each sampled token, zero elsewhere: a penalty on its reward.
+
+    Columns: `old_log_probs`, `ref_log_probs` [rows, length]. The clamps are those of `kl_estimate`.
+
+    Raises:
+        ConfigError: the batch was not scored with the reference.
+    """
+    if "ref_log_probs" not in batch:
+        raise ConfigError("a KL penalty needs the column 'ref_log_probs'; score the batch with the reference")
+    mask = batch.response_mask
+    return kl_estimate(
         batch["old_log_probs"].masked_fill(~mask, 0),
         batch["ref_log_probs"].masked_fill(~mask, 0),
-        kl_estimator,
-        value_limit=kl_value_limit,
+        estimator,
+        log_ratio_limit=log_ratio_limit,
+        value_limit=value_limit,
     )
-    return (rewards - kl_coef * kl).masked_fill(~mask, 0), {"kl": mean_of(kl, mask)}

@@ -1,4 +1,4 @@
-"""From one number per token to a loss: which mean, and over what."""
+"""From one number per token to a loss: which mean, over what, and the router's loss beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
-from rlhf_core import ConfigError, masked_mean, masked_sum
+from rlhf_core import ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, masked_sum
 from torch import Tensor
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "max_length"]
@@ -71,3 +71,21 @@ def row_count(mask: Bool[Tensor, "rows length"], *, count_empty_rows: bool = Tru
     """Responses that a mean over responses divides by."""
     rows = torch.ones_like(mask[:, 0]) if count_empty_rows else mask.any(dim=1)
     return rows.sum().float()
+
+
+def add_aux_loss(terms: LossTerms, outputs: ModelOutputs, coef: float) -> LossTerms:
+    """Add coef * aux_loss * weight, so that the step's mean gains coef times the mean router loss.
+
+    Raises:
+        ConfigError: `coef` is not 0 and the engine returned no aux_loss.
+    """
+    if not coef:
+        return terms
+    if outputs.aux_loss is None:
+        raise ConfigError("aux_loss_coef is set but the model returned no aux_loss; set it to 0 for a dense model")
+    value, weight = float(outputs.aux_loss.detach()), float(terms.weight)
+    return LossTerms(
+        total=terms.total + coef * outputs.aux_loss * terms.weight,
+        weight=terms.weight,
+        metrics={**terms.metrics, "aux_loss": Mean(total=value * weight, weight=weight)},
+    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rlhf_core import Batch, ConfigError, Loss, Role, did_you_mean, load_object
@@ -33,6 +32,7 @@ from rlhf_algos.losses.offline.reward_model import (
 from rlhf_algos.losses.offline.sft import SFTConfig, sft
 from rlhf_algos.offline.reference import PARTNER
 from rlhf_algos.offline.teacher import DistillConfig, distill
+from rlhf_algos.own_function import load_own_function
 
 RowScorer = Callable[[Sequence[TokenRow]], Tensor]
 """Log-probs of responses, summed over their tokens, under the current policy: [rows] float32."""
@@ -182,21 +182,8 @@ def with_own_loss(method: Method, path: str) -> Method:
         PluginError: it cannot be imported.
         ConfigError: it is no function.
     """
-    found = load_object(path, what="loss_function")
-    if isinstance(found, type) or not callable(found):
-        raise ConfigError(
-            f"loss_function {path!r} is a {type(found).__name__}; write a function "
-            "(outputs, batch, config) -> LossTerms"
-        )
-    function: Any = found
-    parameters = list(inspect.signature(function).parameters)
-    if len(parameters) != 3:
-        raise ConfigError(
-            f"loss_function {path!r} takes {len(parameters)} parameters ({', '.join(parameters)}); it must take "
-            "three: outputs, batch, config"
-        )
-    hint = get_type_hints(function).get(parameters[2])
-    kind = hint if isinstance(hint, type) and is_dataclass(hint) else dict
+    function, own = load_own_function(path, what="loss_function", parameters=("outputs", "batch", "config"))
+    kind = own or dict
     outputs = tuple(getattr(function, "outputs", method.outputs))
     if issubclass(kind, method.config):
         return replace(method, function=function, config=kind, outputs=outputs)

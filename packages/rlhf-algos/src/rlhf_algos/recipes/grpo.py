@@ -1,4 +1,4 @@
-"""The online algorithms: GRPO with its relatives, which need no critic, and PPO, which has one."""
+"""GRPO and its relatives: scores against a baseline, no critic."""
 
 from __future__ import annotations
 
@@ -6,56 +6,68 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
-from rlhf_core import Batch, ConfigError, Loss, Mean, config_from, mean_of
+from rlhf_core import Batch, Loss, Mean, config_from, mean_of
 from torch import Tensor
 
+from rlhf_algos.advantages.estimator import Advantage
 from rlhf_algos.advantages.groups import group_statistics
-from rlhf_algos.advantages.registry import estimator
-from rlhf_algos.advantages.returns import discounted_returns, gae, spread_scores, whiten
-from rlhf_algos.advantages.reward_shaping import place_scores, shape_scores, token_rewards
-from rlhf_algos.kl import KLEstimator
-from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
-from rlhf_algos.recipes.policy_recipe import (
-    KLPlace,
-    Metrics,
-    PolicyRecipe,
-    Recipe,
-    reference_kl,
-    with_old_log_probs,
-)
-
-__all__ = ["GRPO", "PPO", "PolicyRecipe", "Recipe"]
+from rlhf_algos.advantages.registry import make_advantage
+from rlhf_algos.advantages.returns import WhitenConfig, discounted_returns, spread_scores, whiten
+from rlhf_algos.advantages.reward_shaping import shape_scores
+from rlhf_algos.advantages.steps import step_advantages
+from rlhf_algos.recipes.recipe import Metrics, PolicyRecipe, reference_kl, with_old_log_probs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(PolicyRecipe):
     """Group-relative and REINFORCE-style algorithms: scores against a baseline, no critic.
 
-    GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++, ReMax and OPO are settings of this one; see
-    `rlhf_algos.recipes.named`.
+    GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++, ReMax, OPO and more are settings of it; see `NAMED_RECIPES`.
     """
 
     advantage: str = "grpo"
-    """grpo, rloo, reinforce (no baseline), opo, remax, group_mean, or `module:function` of your own, called as
-    f(scores [rows], group_ids [rows], batch, **advantage_options) -> [rows] or [rows, length]."""
+    """Name of an advantage estimator (see `ADVANTAGES`), or `module:function` of your own, called as
+    f(scores [rows], group_ids [rows], batch, config) -> [rows] or [rows, length]."""
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the estimator: scale, eps, unbiased, singleton for `grpo`."""
+    """Fields of the estimator's config: scale, eps, unbiased, singleton for `grpo`. Your own function gets them as
+    the dataclass that annotates its fourth parameter, else as a dict."""
     gamma: float = 1.0
     """Discount per sampled token; below 1 later tokens get more of the score (OpenRLHF)."""
     whiten: bool = False
     """Normalise the token advantages over the whole batch (REINFORCE++, OpenRLHF)."""
     whiten_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `advantages.whiten`: shift_mean, unbiased, eps, eps_mode."""
+    """Fields of `WhitenConfig`: kind, unbiased, eps, eps_mode."""
 
     def __post_init__(self) -> None:
         PolicyRecipe.__post_init__(self)
-        estimator(self.advantage)
+        self.estimator()
+        config_from(WhitenConfig, self.whiten_options, what="whiten_options")
+
+    def estimator(self) -> Advantage:
+        """The advantage estimator with its config."""
+        return make_advantage(self.advantage, self.advantage_options)
 
     @property
     def needs_critic(self) -> bool:
         """Never."""
         return False
+
+    @property
+    def needs_greedy_scores(self) -> bool:
+        """As the estimator says."""
+        return self.estimator().says("needs_greedy_scores")
+
+    @property
+    def score_parts(self) -> tuple[str, ...]:
+        """As the estimator says."""
+        return self.estimator().says("score_parts")
+
+    @property
+    def min_samples_per_prompt(self) -> int:
+        """As the estimator says."""
+        return self.estimator().says("min_samples_per_prompt")
 
     def value_loss(self) -> Loss | None:
         """No critic, no loss."""
@@ -71,7 +83,8 @@ class GRPO(PolicyRecipe):
         """Add `advantages` [rows, length] (and `importance_weights`); see Recipe.
 
         Columns read: `old_log_probs` (without it `rollout_log_probs` stands in), `ref_log_probs` if there is a
-        reference, `truncated` for truncation penalties, `greedy_scores` [rows] for ReMax.
+        reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell at
+        certain tokens (see `step_advantages`), and what the estimator asks for.
         """
         batch = with_old_log_probs(batch)
         scores, batch, metrics = shape_scores(scores, batch, self.shaping, has_baseline=True)
@@ -79,87 +92,42 @@ class GRPO(PolicyRecipe):
         if self.kl_in != "reward":
             metrics |= reference_kl(batch, self.kl_estimator)
         if self.kl_in == "score" and kl_coef:
-            rewards, _ = token_rewards(scores, batch, kl_coef=kl_coef, kl_estimator=self.kl_estimator)
-            # The score itself is kept for a row without tokens, which has nowhere to put a reward.
-            scores = scores + (rewards - place_scores(scores, batch.response_mask)).sum(dim=1)
-        advantages = estimator(self.advantage)(scores, group_ids, batch, **self.advantage_options)
+            scores = scores - kl_coef * self.penalty(batch).sum(dim=1)
+        advantages = step_advantages(self.estimator(), scores, group_ids, batch)
+        if self.shaping.clip is not None and self.shaping.clip_after_baseline:
+            advantages = advantages.clamp(*self.shaping.clip)
         if advantages.dim() == 1:
-            if self.shaping.clip is not None and self.shaping.clip_after_baseline:
-                advantages = advantages.clamp(*self.shaping.clip)
-            coef = kl_coef if self.kl_in == "reward" else 0.0
-            if coef or self.gamma != 1:
-                rewards, kl = token_rewards(advantages, batch, kl_coef=coef, kl_estimator=self.kl_estimator)
-                advantages = discounted_returns(rewards, batch.response_mask, gamma=self.gamma)
-                metrics |= kl
-            else:
-                advantages = spread_scores(advantages, batch.response_mask)
+            advantages = spread_scores(advantages, batch.response_mask)
+        advantages, kl = self._discounted(advantages, batch, kl_coef if self.kl_in == "reward" else 0.0)
         if self.whiten:
-            advantages = whiten(advantages, batch.response_mask, **self.whiten_options)
-        return self.finish(batch.with_columns(advantages=advantages), metrics)
+            config = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
+            advantages = whiten(advantages, batch.response_mask, config)
+        return self.finish(batch.with_columns(advantages=advantages), metrics | kl)
+
+    def _discounted(
+        self, advantages: Float[Tensor, "rows length"], batch: Batch, kl_coef: float
+    ) -> tuple[Float[Tensor, "rows length"], Metrics]:
+        """The advantages with the KL of the tokens from each on taken off, and both discounted."""
+        mask, metrics, rewards = batch.response_mask, {}, None
+        if self.kl_in == "reward" and (kl_coef or "ref_log_probs" in batch):
+            penalty = self.penalty(batch)
+            metrics["kl"] = mean_of(penalty, mask)
+            rewards = _differences(advantages, mask) - kl_coef * penalty if kl_coef else None
+        if rewards is None and self.gamma != 1:
+            rewards = _differences(advantages, mask)
+        if rewards is None:
+            return advantages, metrics
+        return discounted_returns(rewards, mask, gamma=self.gamma), metrics
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PPO(PolicyRecipe):
-    """PPO with a critic and generalised advantage estimation."""
-
-    kl_in: KLPlace = "reward"
-    kl_estimator: KLEstimator = "k1"
-    gamma: float = 1.0
-    """Discount per sampled token."""
-    lam: float = 0.95
-    """Decay of GAE per sampled token."""
-    whiten: bool = True
-    """Normalise the advantages over the whole batch."""
-    whiten_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `advantages.whiten`: shift_mean, unbiased, eps, eps_mode."""
-    value_loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ValueClipConfig`."""
-
-    def __post_init__(self) -> None:
-        PolicyRecipe.__post_init__(self)
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"PPO: {name} must be in [0, 1], got {getattr(self, name)}")
-        self.value_loss()
-
-    @property
-    def needs_critic(self) -> bool:
-        """Always."""
-        return True
-
-    def value_loss(self) -> Loss | None:
-        """See Recipe."""
-        config = config_from(ValueClipConfig, self.value_loss_options, what="value_loss_options")
-        return Loss(function=value_clip, config=config, outputs=("values",))
-
-    def prepare(
-        self,
-        batch: Batch,
-        scores: Float[Tensor, " rows"],
-        group_ids: Int[Tensor, " rows"],
-        kl_coef: float,
-    ) -> tuple[Batch, Metrics]:
-        """Add `advantages`, `returns` and `old_values` [rows, length] (and `importance_weights`); see Recipe.
-
-        Columns read: `values`, `old_log_probs` (without it `rollout_log_probs` stands in), `ref_log_probs` if there
-        is a reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell
-        at certain tokens.
-        """
-        batch = with_old_log_probs(batch)
-        scores, batch, metrics = shape_scores(scores, batch, self.shaping)
-        coef = 0.0 if self.kl_in == "loss" else kl_coef
-        rewards, kl = token_rewards(scores, batch, kl_coef=coef, kl_estimator=self.kl_estimator)
-        mask = batch.response_mask
-        if "rewards" in batch:
-            # What the score says of single turns or steps is given there, the rest of it at the end.
-            steps = batch["rewards"].masked_fill(~mask, 0)
-            rewards = rewards + steps - place_scores(steps.sum(dim=1), mask)
-        advantages, returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=self.lam)
-        metrics |= kl | {"advantage_before_whitening": mean_of(advantages, mask)}
-        if self.whiten:
-            advantages = whiten(advantages, mask, **self.whiten_options)
-        batch = batch.with_columns(advantages=advantages, returns=returns, old_values=batch["values"])
-        return self.finish(batch, metrics)
+def _differences(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards whose undiscounted returns are these advantages: each minus the next sampled token's."""
+    following = torch.zeros_like(advantages)
+    carried = advantages.new_zeros(advantages.shape[0])
+    for position in reversed(range(advantages.shape[1])):
+        following[:, position] = carried
+        carried = torch.where(mask[:, position], advantages[:, position], carried)
+    return (advantages - following).masked_fill(~mask, 0)
 
 
 def _group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
-from rlhf_core import ConfigError, config_from, did_you_mean
+from rlhf_core import ConfigError, did_you_mean, load_object
 
-from rlhf_algos.advantages.reward_shaping import RewardShaping
-from rlhf_algos.recipes.policy_recipe import PolicyRecipe
-from rlhf_algos.recipes.recipes import GRPO, PPO
+from rlhf_algos.config.loader import from_mapping
+from rlhf_algos.recipes.grpo import GRPO
+from rlhf_algos.recipes.ppo import PPO
+from rlhf_algos.recipes.recipe import Recipe
 
 _SEQUENCE_MEAN = {"aggregation": "seq_mean_token_mean"}
 
-NAMED_RECIPES: Mapping[str, tuple[type[PolicyRecipe], Mapping[str, Any]]] = {
+NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = {
     "ppo": (PPO, {}),
     "grpo": (GRPO, {"loss_options": _SEQUENCE_MEAN, "kl_coef": 0.001}),
     "dr_grpo": (
         GRPO,
         {
-            "advantage": "group_mean",
+            "advantage_options": {"scale": "none"},
             "loss_options": {"aggregation": "max_length", "max_length": 1024},
         },
     ),
@@ -42,7 +44,13 @@ NAMED_RECIPES: Mapping[str, tuple[type[PolicyRecipe], Mapping[str, Any]]] = {
     ),
     "reinforce_pp_baseline": (
         GRPO,
-        {"advantage": "group_mean", "whiten": True, "kl_coef": 0.001, "kl_in": "loss", "kl_estimator": "k2"},
+        {
+            "advantage_options": {"scale": "none"},
+            "whiten": True,
+            "kl_coef": 0.001,
+            "kl_in": "loss",
+            "kl_estimator": "k2",
+        },
     ),
     "remax": (GRPO, {"advantage": "remax"}),
     "opo": (GRPO, {"advantage": "opo"}),
@@ -55,31 +63,59 @@ NAMED_RECIPES: Mapping[str, tuple[type[PolicyRecipe], Mapping[str, Any]]] = {
 its overlong penalty is a `RewardShaping` with the run's own lengths."""
 
 
-def make_recipe(name: str, options: Mapping[str, Any] | None = None) -> PolicyRecipe:
-    """The recipe of this name with some fields set otherwise; inner mappings are merged key by key.
+def make_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of this name with some fields set otherwise, or a user's own class.
 
-    `shaping` may be a mapping of the fields of RewardShaping.
+    Args:
+        name: of `NAMED_RECIPES`, or `module:Class` of a dataclass with the members of `Recipe`.
+        options: fields of the recipe as a file gives them: nested mappings and lists stand for `shaping` and
+            `off_policy`. `loss_options` and the like are merged with those of the name, key by key, unless the
+            loss or estimator that they belong to is another.
 
     >>> make_recipe("dapo", {"loss_options": {"clip_range_high": 0.3}}).policy_loss().config.bounds
     (0.8, 1.3)
 
     Raises:
-        ConfigError: an unknown name or field; the nearest known one is given.
+        ConfigError: an unknown name or field, with the nearest known one, or a value that is refused.
+        PluginError: the user's class cannot be imported.
     """
+    options = options or {}
+    if ":" in name:
+        return _own_recipe(name, options)
     if name not in NAMED_RECIPES:
         raise ConfigError(
             f"algorithm: {name!r} is unknown; {did_you_mean(name, NAMED_RECIPES)}write one of "
-            f"{', '.join(sorted(NAMED_RECIPES))}"
+            f"{', '.join(sorted(NAMED_RECIPES))}, or 'module:Class'"
         )
     kind, preset = NAMED_RECIPES[name]
     merged: dict[str, Any] = dict(preset)
-    for key, value in (options or {}).items():
-        old = merged.get(key)
+    for key, value in options.items():
+        owner = key.removesuffix("_options")
+        keep = key.endswith("_options") and not (owner in options and options[owner] != preset.get(owner))
+        merged[key] = {**merged.get(key, {}), **value} if keep and isinstance(value, Mapping) else value
+    for owner in ("loss", "advantage"):
         # Options of another loss or estimator than the preset's would not fit the preset's own.
-        keep = isinstance(old, Mapping) and not (key == "loss_options" and "loss" in (options or {}))
-        merged[key] = {**old, **value} if keep else value  # type: ignore[dict-item]
-    if "loss" in (options or {}) and "loss_options" not in (options or {}):
-        merged.pop("loss_options", None)
-    if isinstance(merged.get("shaping"), Mapping):
-        merged["shaping"] = config_from(RewardShaping, merged["shaping"], what=f"{name}.shaping")
-    return config_from(kind, merged, what=f"algorithm {name!r}")
+        if owner in options and options[owner] != preset.get(owner) and f"{owner}_options" not in options:
+            merged.pop(f"{owner}_options", None)
+    return from_mapping(kind, merged, source=f"algorithm {name!r}")
+
+
+def _own_recipe(path: str, options: Mapping[str, Any]) -> Recipe:
+    kind: Any = load_object(path, what="algorithm")
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        raise ConfigError(
+            f"algorithm {path!r} is {kind!r}; write a dataclass whose fields are the settings, for instance a "
+            "subclass of rlhf_algos.GRPO"
+        )
+    missing = [member for member in _members(Recipe) if not hasattr(kind, member)]
+    if missing:
+        raise ConfigError(
+            f"algorithm {path!r} lacks {', '.join(missing)} of rlhf_algos.Recipe; derive it from "
+            "rlhf_algos.PolicyRecipe, which has most of them"
+        )
+    recipe: Any = from_mapping(kind, options, source=f"algorithm {path!r}")
+    return recipe
+
+
+def _members(protocol: type) -> list[str]:
+    return sorted(name for name in vars(protocol) if not name.startswith("_"))

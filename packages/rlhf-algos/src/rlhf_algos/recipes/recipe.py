@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
 from torch import Tensor
 
-from rlhf_algos.advantages.reward_shaping import RewardShaping
+from rlhf_algos.advantages.reward_shaping import RewardShaping, token_kl
+from rlhf_algos.choices import check_choices
 from rlhf_algos.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, kl_estimate
 from rlhf_algos.losses.online.registry import make_policy_loss
 from rlhf_algos.losses.online.terms import PolicyTermsConfig
@@ -36,6 +38,22 @@ class Recipe(Protocol):
     @property
     def needs_reference(self) -> bool:
         """True if the batch must have the column `ref_log_probs`."""
+        ...
+
+    @property
+    def needs_greedy_scores(self) -> bool:
+        """True if the batch must have the column `greedy_scores` [rows]: the score of the greedy response to the
+        same prompt under the same weights (ReMax)."""
+        ...
+
+    @property
+    def score_parts(self) -> tuple[str, ...]:
+        """Parts of the score that the batch must have as columns `score/<part>` [rows]."""
+        ...
+
+    @property
+    def min_samples_per_prompt(self) -> int:
+        """Responses to a prompt below which the algorithm has nothing to learn from."""
         ...
 
     def kl_controller(self) -> KLController:
@@ -66,9 +84,10 @@ class PolicyRecipe:
     """Fields that `GRPO` and `PPO` share."""
 
     loss: str = "ppo_clip"
-    """Name of a policy loss (see `rlhf_algos.losses.online.registry`), or `module:function` of your own."""
+    """Name of a policy loss (see `POLICY_LOSSES`), or `module:function` of your own."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of that loss's config: clip_range, aggregation, ... Your own function gets this mapping as config."""
+    """Fields of that loss's config: clip_range, aggregation, ... Your own function gets them as the dataclass that
+    annotates its third parameter, else as a dict."""
     kl_coef: float = 0.0
     """Coefficient of the KL penalty against the reference; 0 trains without a reference."""
     kl_target: float | None = None
@@ -79,6 +98,10 @@ class PolicyRecipe:
     """See `KLPlace`."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of the penalty; k3 is usual in the loss, k1 in score and reward."""
+    kl_value_limit: float = math.inf
+    """Clamp on the penalty's KL per token, wherever it goes: 10 in OpenRLHF and in verl's k3, none in TRL."""
+    kl_log_ratio_limit: float = 20.0
+    """Clamp on log(policy / reference) before the exponential of k3, wherever the penalty goes."""
     track_kl: bool = False
     """Report the KL although kl_coef is 0; keeps a reference model."""
     report_entropy: bool = True
@@ -89,17 +112,17 @@ class PolicyRecipe:
     """Importance weights against the sampler's log-probs."""
 
     def __post_init__(self) -> None:
-        if self.kl_in not in get_args(KLPlace):
-            raise ConfigError(
-                f"recipe: kl_in {self.kl_in!r} is unknown; write one of {', '.join(get_args(KLPlace))}"
-            )
+        check_choices("recipe", self, kl_in=KLPlace, kl_estimator=KLEstimator)
         if self.kl_coef < 0:
             raise ConfigError(f"recipe: kl_coef must not be negative, got {self.kl_coef}")
         if self.kl_target is not None and not self.kl_coef:
             raise ConfigError(
                 "recipe: kl_target scales kl_coef, which is 0; write a positive kl_coef to start from"
             )
-        for name in {"kl_coef", "kl_estimator"} & set(self.loss_options):
+        for name in ("kl_value_limit", "kl_log_ratio_limit"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"recipe: {name} must be positive, got {getattr(self, name)}")
+        for name in sorted({"kl_coef", *self._kl_options()} & set(self.loss_options)):
             raise ConfigError(f"recipe: write {name} beside loss_options, not inside")
         self.policy_loss()
 
@@ -107,6 +130,21 @@ class PolicyRecipe:
     def needs_reference(self) -> bool:
         """True if there is a KL penalty or the KL is reported."""
         return bool(self.kl_coef) or self.track_kl
+
+    @property
+    def needs_greedy_scores(self) -> bool:
+        """False unless the algorithm says otherwise."""
+        return False
+
+    @property
+    def score_parts(self) -> tuple[str, ...]:
+        """None unless the algorithm says otherwise."""
+        return ()
+
+    @property
+    def min_samples_per_prompt(self) -> int:
+        """One unless the algorithm says otherwise."""
+        return 1
 
     def kl_controller(self) -> KLController:
         """Adaptive if `kl_target` is set."""
@@ -117,8 +155,17 @@ class PolicyRecipe:
     def policy_loss(self, kl_coef: float | None = None) -> Loss:
         """See Recipe."""
         coef = self.kl_coef if kl_coef is None else kl_coef
-        kl = {"kl_coef": coef, "kl_estimator": self.kl_estimator} if self.kl_in == "loss" and coef else {}
+        kl = {"kl_coef": coef, **self._kl_options()} if self.kl_in == "loss" and coef else {}
         return make_policy_loss(self.loss, {**self.loss_options, **kl}, report_entropy=self.report_entropy)
+
+    def penalty(self, batch: Batch) -> Float[Tensor, "rows length"]:
+        """The KL of each sampled token, as it goes into scores and rewards."""
+        return token_kl(
+            batch,
+            self.kl_estimator,
+            value_limit=self.kl_value_limit,
+            log_ratio_limit=self.kl_log_ratio_limit,
+        )
 
     def finish(self, batch: Batch, metrics: Metrics) -> tuple[Batch, Metrics]:
         """Importance weights and the columns of the loss, once `advantages` are there."""
@@ -129,6 +176,10 @@ class PolicyRecipe:
         elif add_columns := getattr(loss.function, "add_columns", None):
             batch = add_columns(batch, loss.config)
         return batch, metrics
+
+    def _kl_options(self) -> dict[str, Any]:
+        names = ("kl_estimator", "kl_value_limit", "kl_log_ratio_limit")
+        return {name: getattr(self, name) for name in names}
 
 
 def with_old_log_probs(batch: Batch) -> Batch:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov, token_covariance
-from rlhf_algos.recipes.recipes import GRPO
+from rlhf_algos.recipes.grpo import GRPO
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True], [False, True, True]])

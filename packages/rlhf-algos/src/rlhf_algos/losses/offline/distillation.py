@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,9 +13,14 @@ from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_algos.choices import check_choices
+
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 """forward_kl: KL(teacher || student), mean-seeking; reverse_kl: KL(student || teacher), mode-seeking; jsd: beta
 KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student (GKD, Agarwal et al. 2024)."""
+
+OtherTokens = Literal["lump", "renormalize"]
+"""Top-k only: the tokens outside are one further outcome, or are left out and both sides made to sum to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +33,11 @@ class DivergenceConfig:
     """Mixture weight of `jsd`, strictly between 0 and 1. TRL's beta of 0 is forward_kl, of 1 reverse_kl."""
     temperature: float = 1.0
     """Both logits are divided by it."""
-    other_tokens: Literal["lump", "renormalize"] = "lump"
-    """Top-k only: the tokens outside are one further outcome, or are left out and both sides made to sum to 1."""
+    other_tokens: OtherTokens = "lump"
+    """See `OtherTokens`."""
 
     def __post_init__(self) -> None:
-        if self.divergence not in get_args(Divergence):
-            raise ConfigError(
-                f"distillation: {self.divergence!r} is unknown; write one of {', '.join(get_args(Divergence))}"
-            )
+        check_choices("distillation", self, divergence=Divergence, other_tokens=OtherTokens)
         if not 0 < self.beta < 1:
             raise ConfigError(
                 f"distillation: beta must be strictly between 0 and 1, got {self.beta}; write "
@@ -43,8 +45,6 @@ class DivergenceConfig:
             )
         if self.temperature <= 0:
             raise ConfigError(f"distillation: temperature must be positive, got {self.temperature}")
-        if self.other_tokens not in ("lump", "renormalize"):
-            raise ConfigError(f"distillation: other_tokens {self.other_tokens!r}; write 'lump' or 'renormalize'")
 
 
 def divergence_from_logits(

@@ -12,15 +12,16 @@ matter:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of, pad_rows
 from torch import Tensor
 
+from rlhf_algos.choices import check_choices
+from rlhf_algos.losses.aggregation import add_aux_loss
 from rlhf_algos.losses.offline.responses import reference_log_probs, response_log_probs
-from rlhf_algos.losses.online.terms import add_aux_loss
 
 KTOLoss = Literal["kto", "apo_zero"]
 """`kto` with the reference point z0; `apo_zero` with z0 = 0 (TRL's `apo_zero_unpaired`)."""
@@ -42,8 +43,7 @@ class KTOConfig:
     """See `PolicyTermsConfig.aux_loss_coef`."""
 
     def __post_init__(self) -> None:
-        if self.loss not in get_args(KTOLoss):
-            raise ConfigError(f"kto: loss {self.loss!r} is unknown; write one of {', '.join(get_args(KTOLoss))}")
+        check_choices("kto", self, loss=KTOLoss)
         if self.beta <= 0 or self.desirable_weight < 0 or self.undesirable_weight < 0:
             raise ConfigError(f"kto: beta must be positive and the weights must not be negative, got {self}")
 

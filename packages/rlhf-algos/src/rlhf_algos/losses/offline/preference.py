@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,8 @@ from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlhf_algos.choices import check_choices
+from rlhf_algos.losses.aggregation import add_aux_loss
 from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLoss, PairLossSettings, aot_losses
 from rlhf_algos.losses.offline.responses import (
     reference_log_probs,
@@ -23,7 +25,11 @@ from rlhf_algos.losses.offline.responses import (
     response_log_probs,
     split_pairs,
 )
-from rlhf_algos.losses.online.terms import add_aux_loss
+
+SFTMean = Literal["sequence", "token"]
+"""Mean of a likelihood term beside a preference loss: over the tokens of each response, then over pairs (OpenRLHF's
+`nll_loss_coef`); or over all chosen tokens of the batch (TRL's loss type `sft`), which needs the column of
+`with_sft_divisor`."""
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 """Divergence that keeps the policy near the reference (f-DPO, Wang et al. 2023); DPO's own is the reverse KL."""
@@ -36,7 +42,7 @@ class DPOConfig:
     """Configuration of `dpo`."""
 
     loss: PairLoss = "sigmoid"
-    """See `pair_losses.PairLoss`."""
+    """See `PairLoss`."""
     beta: float = 0.1
     """Strength of the pull towards the reference; the tau of IPO."""
     label_smoothing: float = 0.0
@@ -54,19 +60,13 @@ class DPOConfig:
     """Temperature of DiscoPOP's blend."""
     sft_coef: float = 0.0
     """Weight of the negative log-likelihood of the chosen response (RPO)."""
-    sft_mean: Literal["sequence", "token"] = "sequence"
-    """Mean over the tokens of each response, then over pairs (OpenRLHF's `nll_loss_coef`); or over all chosen
-    tokens of the batch (TRL's loss type `sft`), which needs the column of `with_sft_divisor`."""
+    sft_mean: SFTMean = "sequence"
+    """See `SFTMean`."""
     aux_loss_coef: float = 0.0
     """See `PolicyTermsConfig.aux_loss_coef`."""
 
     def __post_init__(self) -> None:
-        choices = {"loss": PairLoss, "f_divergence": FDivergence}
-        for name, kind in choices.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(
-                    f"dpo: {name} {getattr(self, name)!r} is unknown; write one of {', '.join(get_args(kind))}"
-                )
+        check_choices("dpo", self, loss=PairLoss, f_divergence=FDivergence, sft_mean=SFTMean)
         if self.beta <= 0:
             raise ConfigError(f"dpo: beta must be positive, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
@@ -144,7 +144,7 @@ def f_score(log_ratio: Float[Tensor, " pairs"], kind: FDivergence, alpha: float)
     return log_ratio
 
 
-def chosen_nll(outputs: ModelOutputs, batch: Batch, mean: Literal["sequence", "token"]) -> Float[Tensor, " pairs"]:
+def chosen_nll(outputs: ModelOutputs, batch: Batch, mean: SFTMean) -> Float[Tensor, " pairs"]:
     """Negative log-likelihood of each chosen response, such that its mean over pairs is the mean asked for.
 
     `token` reads the column `sft_divisor` [rows].

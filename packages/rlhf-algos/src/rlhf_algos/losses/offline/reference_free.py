@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -11,12 +11,10 @@ from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlhf_algos.choices import check_choices
 from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLossSettings, smoothed_sigmoid
-from rlhf_algos.losses.offline.preference import chosen_nll, pair_metrics
+from rlhf_algos.losses.offline.preference import SFTMean, chosen_nll, pair_metrics
 from rlhf_algos.losses.offline.responses import response_log_probs, split_pairs
-
-SFTMean = Literal["sequence", "token"]
-"""See `DPOConfig.sft_mean`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +58,7 @@ def simpo(outputs: ModelOutputs, batch: Batch, config: SimPOConfig) -> LossTerms
 
 
 CPOLoss = Literal["sigmoid", "hinge", "ipo"]
-"""See `pair_losses.PairLoss`."""
+"""See `PairLoss`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +78,7 @@ class CPOConfig:
 
     def __post_init__(self) -> None:
         _check(self.beta, self.label_smoothing)
-        if self.loss not in get_args(CPOLoss):
-            raise ConfigError(f"cpo: loss {self.loss!r} is unknown; write one of {', '.join(get_args(CPOLoss))}")
+        check_choices("cpo", self, loss=CPOLoss, sft_mean=SFTMean)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +11,7 @@ from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Role, masked_
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from rlhf_algos.choices import check_choices
 from rlhf_algos.losses.offline.responses import split_pairs
 
 RewardLoss = Literal["sigmoid", "log_exp"]
@@ -30,10 +31,7 @@ class BradleyTerryConfig:
     `center_rewards_coefficient`)."""
 
     def __post_init__(self) -> None:
-        if self.loss not in get_args(RewardLoss):
-            raise ConfigError(
-                f"reward loss: {self.loss!r} is unknown; write one of {', '.join(get_args(RewardLoss))}"
-            )
+        check_choices("bradley_terry", self, loss=RewardLoss)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -66,33 +64,35 @@ def bradley_terry(outputs: ModelOutputs, batch: Batch, config: BradleyTerryConfi
     return LossTerms(total=losses.sum(), weight=torch.tensor(float(batch.units)), metrics=metrics)
 
 
+Supervision = Literal["process", "outcome"]
+"""`process`: every labelled step counts; `outcome`: the last one of each row, which judges the answer."""
+
+LabelSoftmax = Literal["labels", "vocabulary"]
+"""Probabilities among the two label tokens (OpenRLHF with `reward_tokens`), or in the whole vocabulary (OpenRLHF
+without)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRewardLossConfig:
     """Configuration of `process_reward_loss`."""
 
-    supervision: Literal["process", "outcome"] = "process"
-    """`process`: every labelled step counts; `outcome`: the last one of each row, which judges the answer."""
+    supervision: Supervision = "process"
+    """See `Supervision`."""
     label_tokens: tuple[str, ...] = ()
     """Empty: a scalar head. Two texts of one token each, for a right and a wrong step (OpenRLHF's `reward_tokens`):
     the language-model head's probabilities of these tokens at the placeholder."""
-    label_softmax: Literal["labels", "vocabulary"] = "labels"
-    """Probabilities among the two label tokens (OpenRLHF with `reward_tokens`), or in the whole vocabulary
-    (OpenRLHF without)."""
+    label_softmax: LabelSoftmax = "labels"
+    """See `LabelSoftmax`."""
 
     def __post_init__(self) -> None:
-        if self.supervision not in ("process", "outcome"):
-            raise ConfigError(f"process reward: supervision {self.supervision!r}; write 'process' or 'outcome'")
-        if self.label_softmax not in ("labels", "vocabulary"):
-            raise ConfigError(
-                f"process reward: label_softmax {self.label_softmax!r}; write 'labels' or 'vocabulary'"
-            )
+        check_choices("process_reward_loss", self, supervision=Supervision, label_softmax=LabelSoftmax)
         if len(self.label_tokens) not in (0, 2) or len(set(self.label_tokens)) != len(self.label_tokens):
             raise ConfigError(
-                f"process reward: label_tokens {list(self.label_tokens)}; write two different ones, of a right and "
-                "of a wrong step, or none for a scalar head"
+                f"process_reward_loss: label_tokens {list(self.label_tokens)}; write two different ones, for right "
+                "and wrong steps, or none for a scalar head"
             )
         if self.label_softmax == "vocabulary" and not self.label_tokens:
-            raise ConfigError("process reward: label_softmax: vocabulary needs label_tokens: [right, wrong]")
+            raise ConfigError("process_reward_loss: label_softmax: vocabulary needs label_tokens: [right, wrong]")
 
     @property
     def outputs(self) -> tuple[str, ...]:

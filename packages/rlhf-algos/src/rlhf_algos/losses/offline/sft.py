@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
 
-from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation
-from rlhf_algos.losses.online.terms import add_aux_loss
+from rlhf_algos.choices import check_choices
+from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation
 
 SFTLoss = Literal["nll", "dft"]
 """`nll`: -log p; `dft`: -sg(p) log p, which takes the likelihood's own 1 / p out of the gradient."""
@@ -29,8 +29,7 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
-        if self.loss not in get_args(SFTLoss):
-            raise ConfigError(f"sft: loss {self.loss!r} is unknown; write one of {', '.join(get_args(SFTLoss))}")
+        check_choices("sft", self, loss=SFTLoss)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core import ConfigError, Loss, config_from, did_you_mean, load_object
+from rlhf_core import ConfigError, Loss, config_from, did_you_mean
 from rlhf_core.interfaces.loss import LossFunction
 
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
@@ -13,6 +13,7 @@ from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.losses.online.terms import PolicyTermsConfig
+from rlhf_algos.own_function import load_own_function, own_config
 
 POLICY_LOSSES: Mapping[str, tuple[LossFunction, type[PolicyTermsConfig]]] = {
     "ppo_clip": (ppo_clip, PPOClipConfig),
@@ -32,20 +33,22 @@ def make_policy_loss(name: str, options: Mapping[str, Any], *, report_entropy: b
 
     Args:
         name: of the loss.
-        options: fields of its config. A user's function gets them as a dict, unchanged.
+        options: fields of its config. A user's function gets them as the dataclass that annotates its third
+            parameter, else as a dict.
         report_entropy: ask the engine for the entropy even if the loss does not need it.
 
-    A user's function may have an attribute `outputs`, the fields of ModelOutputs it needs (default: log_probs), and
-    an attribute `add_columns`, f(global batch, config) -> batch, called before the step.
+    A user's function, or its config, may have an attribute `outputs`, the fields of ModelOutputs that it needs
+    (default: log_probs); the function may have an attribute `add_columns`, f(global batch, config) -> batch, called
+    before the step.
 
     Raises:
         ConfigError: unknown name or option.
         PluginError: the user's function cannot be imported.
     """
     if ":" in name:
-        function = load_object(name, what="policy loss")
-        config: Any = dict(options)
-        outputs = tuple(getattr(function, "outputs", ("log_probs",)))
+        function, kind = load_own_function(name, what="policy loss", parameters=("outputs", "batch", "config"))
+        config: Any = own_config(kind, options, what=f"policy loss {name!r}")
+        outputs = tuple(getattr(config, "outputs", getattr(function, "outputs", ("log_probs",))))
     else:
         if name not in POLICY_LOSSES:
             raise ConfigError(

@@ -10,7 +10,7 @@ from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_
 from torch import Tensor
 
 from rlhf_algos.kl import KLEstimator, KLGradient, kl_estimate
-from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation
+from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +31,9 @@ class PolicyTermsConfig:
     """`k2` keeps the estimator's value and uses k2's gradient (verl's `k3+`)."""
     kl_value_limit: float = math.inf
     """Clamp on the KL per token: 10 in OpenRLHF and in verl's k3, none in TRL."""
+    kl_log_ratio_limit: float = 20.0
+    """log(policy / reference) is clamped to this range before the exponential of k3. verl clamps at 20; TRL and
+    OpenRLHF do not (`math.inf`)."""
     kl_ratio_weighted: bool = False
     """Multiply the KL by the token's ratio, which makes its gradient unbiased off-policy (DeepSeek-V3.2; TRL's
     `use_bias_correction_kl`)."""
@@ -46,7 +49,7 @@ class PolicyTermsConfig:
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
-        for name in ("kl_value_limit", "log_ratio_limit"):
+        for name in ("kl_value_limit", "kl_log_ratio_limit", "log_ratio_limit"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"policy loss: {name} must be positive, got {getattr(self, name)}")
 
@@ -137,24 +140,6 @@ def finish_policy_loss(
     return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
 
 
-def add_aux_loss(terms: LossTerms, outputs: ModelOutputs, coef: float) -> LossTerms:
-    """Add coef * aux_loss * weight, so that the step's mean gains coef times the mean router loss.
-
-    Raises:
-        ConfigError: `coef` is not 0 and the engine returned no aux_loss.
-    """
-    if not coef:
-        return terms
-    if outputs.aux_loss is None:
-        raise ConfigError("aux_loss_coef is set but the model returned no aux_loss; set it to 0 for a dense model")
-    value, weight = float(outputs.aux_loss.detach()), float(terms.weight)
-    return LossTerms(
-        total=terms.total + coef * outputs.aux_loss * terms.weight,
-        weight=terms.weight,
-        metrics={**terms.metrics, "aux_loss": Mean(total=value * weight, weight=weight)},
-    )
-
-
 def _kl_term(outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, log_ratio: Tensor) -> Tensor:
     mask = policy_mask(batch)
     kl = kl_estimate(
@@ -162,7 +147,7 @@ def _kl_term(outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, log
         batch["ref_log_probs"].masked_fill(~mask, 0),
         config.kl_estimator,
         gradient=config.kl_gradient,
-        log_ratio_limit=config.log_ratio_limit,
+        log_ratio_limit=config.kl_log_ratio_limit,
         value_limit=config.kl_value_limit,
     )
     return kl * log_ratio.exp() if config.kl_ratio_weighted else kl

@@ -1,0 +1,90 @@
+"""PPO with a critic and generalised advantage estimation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float, Int
+from rlhf_core import Batch, ConfigError, Loss, config_from, mean_of
+from torch import Tensor
+
+from rlhf_algos.advantages.returns import WhitenConfig, gae, whiten
+from rlhf_algos.advantages.reward_shaping import placed_rewards, shape_scores
+from rlhf_algos.kl import KLEstimator
+from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
+from rlhf_algos.recipes.recipe import KLPlace, Metrics, PolicyRecipe, reference_kl, with_old_log_probs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPO(PolicyRecipe):
+    """PPO with a critic and generalised advantage estimation."""
+
+    kl_in: KLPlace = "reward"
+    kl_estimator: KLEstimator = "k1"
+    gamma: float = 1.0
+    """Discount per sampled token."""
+    lam: float = 0.95
+    """Decay of GAE per sampled token."""
+    whiten: bool = True
+    """Normalise the advantages over the whole batch."""
+    whiten_options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `WhitenConfig`: kind, unbiased, eps, eps_mode."""
+    whiten_rewards: bool = False
+    """Bring the token rewards to unit variance around their mean first (`keep_mean`; TRL's PPO can)."""
+    value_loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ValueClipConfig`."""
+
+    def __post_init__(self) -> None:
+        PolicyRecipe.__post_init__(self)
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"PPO: {name} must be in [0, 1], got {getattr(self, name)}")
+        config_from(WhitenConfig, self.whiten_options, what="whiten_options")
+        self.value_loss()
+
+    @property
+    def needs_critic(self) -> bool:
+        """Always."""
+        return True
+
+    def value_loss(self) -> Loss | None:
+        """See Recipe."""
+        config = config_from(ValueClipConfig, self.value_loss_options, what="value_loss_options")
+        return Loss(function=value_clip, config=config, outputs=("values",))
+
+    def prepare(
+        self,
+        batch: Batch,
+        scores: Float[Tensor, " rows"],
+        group_ids: Int[Tensor, " rows"],
+        kl_coef: float,
+    ) -> tuple[Batch, Metrics]:
+        """Add `advantages`, `returns` and `old_values` [rows, length] (and `importance_weights`); see Recipe.
+
+        Columns read: `values`, `old_log_probs` (without it `rollout_log_probs` stands in), `ref_log_probs` if there
+        is a reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell
+        at certain tokens.
+        """
+        batch = with_old_log_probs(batch)
+        scores, batch, metrics = shape_scores(scores, batch, self.shaping)
+        mask = batch.response_mask
+        if self.kl_in != "reward":
+            metrics |= reference_kl(batch, self.kl_estimator)
+        if self.kl_in == "score" and kl_coef:
+            scores = scores - kl_coef * self.penalty(batch).sum(dim=1)
+        rewards = placed_rewards(scores, batch)
+        if self.kl_in == "reward" and (kl_coef or "ref_log_probs" in batch):
+            penalty = self.penalty(batch)
+            rewards = rewards - kl_coef * penalty
+            metrics["kl"] = mean_of(penalty, mask)
+        whitening = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
+        if self.whiten_rewards:
+            rewards = whiten(rewards, mask, WhitenConfig(kind="keep_mean", unbiased=whitening.unbiased))
+        advantages, returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=self.lam)
+        metrics["advantage_before_whitening"] = mean_of(advantages, mask)
+        if self.whiten:
+            advantages = whiten(advantages, mask, whitening)
+        batch = batch.with_columns(advantages=advantages, returns=returns, old_values=batch["values"])
+        return self.finish(batch, metrics)
