@@ -180,7 +180,7 @@ def rollout_config(model: str, requests: Sequence[GenerationRequest]) -> Rollout
 def bench_engines(
     vllm: Any, model: str, requests: Sequence[GenerationRequest], options: argparse.Namespace
 ) -> dict[str, Any]:
-    from rlhf_rollout.backends.transformers.backend import TransformersBackend
+    from rlhf_rollout import TransformersBackend
 
     seconds = in_turns(
         {"vllm backend": lambda: run_backend(vllm, requests), "bare vllm": lambda: run_bare_vllm(vllm, requests)},
@@ -380,7 +380,7 @@ def millions(model: str) -> float:
 
 
 def with_vllm(options: argparse.Namespace) -> dict[str, Any]:
-    from rlhf_rollout.backends.vllm.backend import VLLMBackend
+    from rlhf_rollout import VLLMBackend
 
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:

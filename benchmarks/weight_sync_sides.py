@@ -198,7 +198,7 @@ class Engine:
         self.plain: dict[str, torch.Tensor] = {}
         if vllm:
             from rlhf_core import RolloutConfig
-            from rlhf_rollout.backends.vllm.backend import VLLMBackend
+            from rlhf_rollout import VLLMBackend
 
             config = RolloutConfig(model=model, max_model_len=256, max_num_seqs=4)
             os.environ.update(VLLMBackend.env_vars(config))

@@ -13,16 +13,23 @@ from rlhf_algos import GRPO, TorchEngine
 from rlhf_core import (
     Batch,
     EngineConfig,
-    Environment,
     OptimizerConfig,
     RolloutConfig,
+    SamplingConfig,
     Trajectory,
     collate,
     open_sender,
     send_weights,
 )
-from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, EnvironmentReward, score_as_finished, tool_call_parser
-from rlhf_rollout.backends.transformers.backend import TransformersBackend
+from rlhf_rollout import (
+    AgentConfig,
+    AgentLoop,
+    AgentTask,
+    EnvironmentReward,
+    TransformersBackend,
+    score_as_finished,
+    tool_call_parser,
+)
 from torch import Tensor
 
 
@@ -53,9 +60,12 @@ class AgentTraining:
 
     model: str
     """Directory with the model to start from."""
-    make_environment: Callable[[], Environment]
     tokenizer: Any
     agent: AgentConfig
+    sampling: SamplingConfig
+    """Of every turn."""
+    max_tokens: int
+    """Tokens of an episode."""
     recipe: GRPO
     optimizer: OptimizerConfig
     steps: int
@@ -89,13 +99,14 @@ async def train(
     torch.manual_seed(training.seed)
     engine = TorchEngine(EngineConfig(model=training.model, optimizer=training.optimizer, seed=training.seed))
     backend = TransformersBackend(
-        RolloutConfig(model=training.model, max_model_len=training.agent.max_tokens, max_num_seqs=512)
+        RolloutConfig(model=training.model, max_model_len=training.max_tokens, max_num_seqs=512)
     )
     loop = AgentLoop(
         backend,
-        training.make_environment,
         training.tokenizer,
         training.agent,
+        sampling=training.sampling,
+        max_tokens=training.max_tokens,
         parse_tool_calls=tool_call_parser(training.tokenizer),
     )
     sender = open_sender("local", receivers=1)

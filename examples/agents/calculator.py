@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import random
 import tempfile
 import time
@@ -24,8 +23,7 @@ import torch
 from agent_training import AgentTraining, StepResult, train
 from rlhf_algos import GRPO, SFTConfig, TorchEngine, sft
 from rlhf_core import Batch, EngineConfig, Loss, Observation, OptimizerConfig, SamplingConfig, pad_rows
-from rlhf_rollout import AgentConfig, AgentTask, ToolEnvironment
-from rlhf_rollout.agents.turn_tokens import TurnTokens
+from rlhf_rollout import AgentConfig, AgentTask, ToolEnvironment, TurnTokens
 
 CALL_BEGIN, CALL_END = '{"name": "multiply", "arguments": {"left": ', "}}"
 SPECIAL = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
@@ -149,9 +147,14 @@ def training(model: Path, *, steps: int, seed: int = 0) -> AgentTraining:
     """The settings of the run."""
     return AgentTraining(
         model=str(model),
-        make_environment=functools.partial(ToolEnvironment, [multiply], grade=right_product),
         tokenizer=tokenizer(),
-        agent=AgentConfig(sampling=SamplingConfig(max_tokens=16), max_turns=3, max_tokens=60),
+        agent=AgentConfig(
+            environment=ToolEnvironment,
+            environment_options={"tools": [multiply], "grade": right_product},
+            max_turns=3,
+        ),
+        sampling=SamplingConfig(max_tokens=16),
+        max_tokens=60,
         recipe=GRPO(report_entropy=False, advantage_options={"scale": "none"}),
         optimizer=OptimizerConfig(learning_rate=3e-4),
         steps=steps,

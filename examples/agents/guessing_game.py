@@ -96,14 +96,11 @@ def training(model: Path, *, steps: int, seed: int = 0) -> AgentTraining:
     """The settings of the run."""
     return AgentTraining(
         model=str(model),
-        make_environment=GuessingGame,
         tokenizer=tokenizer(),
+        agent=AgentConfig(environment=GuessingGame, max_turns=GUESSES),
         # A turn is one token, whichever it is.
-        agent=AgentConfig(
-            sampling=SamplingConfig(max_tokens=1, stop_token_ids=tuple(range(len(WORDS)))),
-            max_turns=GUESSES,
-            max_tokens=16,
-        ),
+        sampling=SamplingConfig(max_tokens=1, stop_token_ids=tuple(range(len(WORDS)))),
+        max_tokens=16,
         # Without the entropy bonus it settles on a first guess too soon and never finds the middle.
         recipe=GRPO(advantage="agent_training:turn_advantages", loss_options={"entropy_coef": 0.02}),
         optimizer=OptimizerConfig(

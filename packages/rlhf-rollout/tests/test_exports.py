@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import rlhf_rollout
 
 
@@ -11,25 +12,48 @@ def test_all_is_sorted_and_pinned():
         "AgentConfig",
         "AgentLoop",
         "AgentTask",
+        "ChatTokens",
         "CodeReward",
         "CodeRewardConfig",
         "CombinedReward",
+        "EndpointConnections",
+        "Endpoints",
         "EndpointsConfig",
+        "EngineRewardConfig",
         "EnvironmentFailed",
         "EnvironmentReward",
+        "EnvironmentRewardConfig",
         "EnvironmentTooSlow",
+        "ExactRewardConfig",
         "FailureHandling",
         "FaultReport",
+        "FunctionRewardConfig",
+        "FuzzyRewardConfig",
+        "Gateway",
+        "GatewayConfig",
+        "Generator",
         "HTTPReward",
         "HTTPRewardConfig",
         "IsolatedReward",
         "IsolatedRewardConfig",
         "JoinedScorer",
-        "JudgeConfig",
         "JudgeReward",
+        "JudgeRewardConfig",
+        "LengthRewardConfig",
+        "MathRewardConfig",
+        "Message",
         "ModelReward",
+        "ModelRewardConfig",
+        "OpenAIBackend",
+        "OpenAIOptions",
         "ProgramLimits",
+        "ProgramResult",
         "PythonReward",
+        "RecordedSession",
+        "RecordedTurn",
+        "RegexRewardConfig",
+        "RewardConfig",
+        "RewardPart",
         "RewardSignature",
         "RewardTooSlow",
         "RobustReward",
@@ -38,26 +62,44 @@ def test_all_is_sorted_and_pinned():
         "SingleTurn",
         "StepReward",
         "StepRewardConfig",
+        "ToolCallParser",
         "ToolEnvironment",
+        "TransformersBackend",
+        "TurnPrompt",
+        "TurnTokens",
+        "VLLMBackend",
+        "VLLMOptions",
         "ZeroIfTooSlow",
+        "candidate_log_probs",
         "exact_match",
         "format_match",
         "fuzzy_match",
+        "gather_or_cancel",
         "length_match",
         "math_answer",
         "read_signature",
         "run_program",
         "score_as_finished",
+        "split_calls",
         "tool_call_parser",
+        "unreachable",
     ]
     assert all(hasattr(rlhf_rollout, name) for name in rlhf_rollout.__all__)
 
 
 def test_importing_it_imports_no_optional_dependency():
-    code = (
-        "import sys, rlhf_rollout; "
-        "print([m for m in ('transformers', 'vllm', 'math_verify', 'sympy', 'ray', 'pytest') if m in sys.modules])"
-    )
+    names = "transformers vllm math_verify sympy ray pytest starlette uvicorn openai aiohttp httpx tenacity"
+    unwanted = names.split()
+    code = f"import sys, rlhf_rollout; print([m for m in {unwanted} if m in sys.modules])"
     # sympy comes with torch on some versions only when compiling; it must not come from here.
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_the_gateway_without_its_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    monkeypatch.delitem(sys.modules, "rlhf_rollout.gateway.app", raising=False)
+    with pytest.raises(ImportError, match=r"install rlhf-rollout\[gateway\]"):
+        _ = rlhf_rollout.Gateway
+    with pytest.raises(AttributeError, match="no attribute 'Gatway'"):
+        _ = rlhf_rollout.Gatway

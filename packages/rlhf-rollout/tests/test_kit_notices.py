@@ -6,9 +6,9 @@ from rlhf_core import RolloutConfig, copy_into
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
+from rlhf_rollout import TransformersBackend
 from rlhf_rollout.backends.transformers import backend as transformers_backend
 from rlhf_rollout.backends.transformers import decoder as decoding
-from rlhf_rollout.backends.transformers.backend import TransformersBackend
 from rlhf_rollout.backends.transformers.loop import DecodingLoop
 from rlhf_rollout.backends.transformers.token_sampling import draw_tokens
 
@@ -108,19 +108,21 @@ def test_coverage_that_is_not_checked(start, trainer, monkeypatch):
 
 
 def test_a_pause_that_does_nothing(start, monkeypatch):
-    monkeypatch.setattr(DecodingLoop, "halt", lambda self: None)
+    monkeypatch.setattr(DecodingLoop, "pause", lambda self, *, abort: None)
     with must_fail:
         kit.test_requests_wait_while_paused(start())
 
 
 def test_an_abort_that_waits_for_the_end(start, monkeypatch):
-    def wait(self):
-        while self._tickets:
+    pause = DecodingLoop.pause
+
+    def wait(self, *, abort):
+        while abort and self._tickets:
             self.decoder.step(self._admit(), version=self.version)
             self._deliver()
-        self.halt()
+        pause(self, abort=False)
 
-    monkeypatch.setattr(DecodingLoop, "abort", wait)
+    monkeypatch.setattr(DecodingLoop, "pause", wait)
     with must_fail:
         kit.test_paused_with_abort_requests_end_with_what_they_have(start())
 

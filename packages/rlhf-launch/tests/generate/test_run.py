@@ -17,8 +17,8 @@ from rlhf_core import ConfigError, DataError, RewardError, RolloutConfig
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.cli.main import app
 from rlhf_launch.config.reward import RewardSection
-from rlhf_launch.config.rollout import AgentSection
 from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, run_generation
+from rlhf_rollout import AgentConfig
 from typer.testing import CliRunner
 
 QUIET = Console(quiet=True)
@@ -190,7 +190,7 @@ def test_a_context_without_room_is_refused(config):
 
 
 def test_episodes_are_not_for_this_command(config):
-    rollout = replace(config.rollout, agent=AgentSection(environment="launch_rewards:CountToThree"))
+    rollout = replace(config.rollout, agent=AgentConfig(environment="launch_rewards:CountToThree"))
     with pytest.raises(ConfigError, match=r"leave rollout\.agent out"):
         replace(config, rollout=rollout)
 
@@ -210,8 +210,7 @@ def test_flags_are_enough(folder, tmp_path):
 
 
 def test_through_an_openai_compatible_server(config, folder, monkeypatch):
-    from rlhf_rollout.backends.transformers.backend import TransformersBackend
-    from rlhf_rollout.gateway.app import Gateway, GatewayConfig
+    from rlhf_rollout import Gateway, GatewayConfig, TransformersBackend
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     served = TransformersBackend(RolloutConfig(model=str(folder / "policy"), max_model_len=64))

@@ -12,7 +12,7 @@ from rlhf_launch.mismatch.attribution import Gap, Scored, check_tokens, diagnose
 from rlhf_launch.mismatch.run import check_mismatch, forward_of
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.sample import trajectories_of
-from rlhf_rollout.backends.transformers.backend import TransformersBackend
+from rlhf_rollout import TransformersBackend
 from typer.testing import CliRunner
 
 PROMPT = Prompt(prompt_id="0", text="1+1=", token_ids=(20, 15, 20, 33))

@@ -169,7 +169,8 @@ def test_episodes_in_an_environment(settings, make_config):
     settings["reward"] = {}
     config = make_config(
         settings,
-        rollout__agent={"environment": "launch_rewards:CountToThree", "max_tokens": 120},
+        rollout__agent={"environment": "launch_rewards:CountToThree"},
+        rollout__max_model_len=120,
         data__eval_rows=2,
     )
     rows = read_rows(run_online(config))
@@ -182,7 +183,8 @@ def test_episodes_overlap_training(settings, make_config, folder):
     config = make_config(
         settings,
         reward={"model": str(folder / "reward")},
-        rollout__agent={"environment": "launch_rewards:CountToThree", "max_tokens": 120},
+        rollout__agent={"environment": "launch_rewards:CountToThree"},
+        rollout__max_model_len=120,
         rollout__overlap={"max_staleness": 1},
         data__eval_rows=2,
         eval_every=1,

@@ -72,7 +72,7 @@ class Run:
         self.prompts = PromptStream(numbered, seed=0, shuffle=False)
         self.ledger = Ledger(LedgerLimits(**{"per_step": 6, "steps": 100, **limits}))
         self.producer = Producer(
-            group_sampler(self.pool, SamplingConfig(max_tokens=64), None, TOKENIZER, seed=0),
+            group_sampler(self.pool, SamplingConfig(max_tokens=64), None, TOKENIZER, max_tokens=512, seed=0),
             Rewarder(reward or ByPrompt(), TOKENIZER),
             self.prompts,
             self.ledger,

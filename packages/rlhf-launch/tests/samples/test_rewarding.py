@@ -18,7 +18,7 @@ from rlhf_launch.placement.plans import reward_plans
 from rlhf_launch.placement.resolve import choose_components
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.reward import check_reward
-from rlhf_rollout.rewards.parts import EnvironmentPart, RewardPart
+from rlhf_rollout import EnvironmentRewardConfig, RewardPart
 
 PARTS = {
     "correct": {"kind": "math", "answer": "gold", "weight": 2},
@@ -55,7 +55,7 @@ def test_the_example_has_every_kind():
     if not example.exists():
         pytest.skip("the examples are not beside the packages here")
     parts = load_config(RunConfig, example).reward.parts.values()
-    assert {type(part) for part in parts} | {EnvironmentPart} == set(get_args(RewardPart))
+    assert {type(part) for part in parts} | {EnvironmentRewardConfig} == set(get_args(RewardPart))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_is_missing_is_found_before_anything_starts(monkeypatch, scoring_se
 
 
 def test_an_extra_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.rewards.kinds.math.find_spec", lambda name: None)
+    monkeypatch.setattr("rlhf_rollout.rewards.kinds.answers.find_spec", lambda name: None)
     with pytest.raises(PluginError, match=r"install rlhf-rollout\[math\]"):
         check(a={"kind": "math"})
 

@@ -24,7 +24,7 @@ from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.train_rank import TrainWorker
-from rlhf_rollout.backends.vllm.backend import VLLMBackend
+from rlhf_rollout import VLLMBackend
 
 pytestmark = pytest.mark.stack
 

@@ -1,7 +1,9 @@
 """The agent loop: tokens in, tokens out; limits, deadlines, failures, concurrency."""
 
 import asyncio
+import sys
 import threading
+import types
 
 import pytest
 from rlhf_core import (
@@ -53,13 +55,19 @@ class Echo:
         )
 
 
-def config(**changes) -> AgentConfig:
-    return AgentConfig(**{"sampling": SamplingConfig(max_tokens=16), "max_tokens": 200, **changes})
+def loop_of(backend, environment, *, sampling=None, max_tokens=200, **changes) -> AgentLoop:
+    return AgentLoop(
+        backend,
+        TOKENIZER,
+        AgentConfig(environment=environment, **changes),
+        sampling=sampling or SamplingConfig(max_tokens=16),
+        max_tokens=max_tokens,
+    )
 
 
 def play(environment, *, script=None, backend=None, task=None, **changes) -> list[Trajectory | DroppedSample]:
     backend = backend or ScriptedBackend(script=script or say("a", "b", "c"))
-    loop = AgentLoop(backend, environment, TOKENIZER, config(**changes))
+    loop = loop_of(backend, environment, **changes)
     return asyncio.run(loop.run([task or AgentTask(group_id="g", prompt_token_ids=ids("go"), metadata={"k": 1})]))
 
 
@@ -196,9 +204,7 @@ def test_an_aborted_turn_ends_the_episode_unjudged():
     async def run():
         backend = ScriptedBackend(script=say("a long turn"), token_delay_s=0.02)
         task = asyncio.ensure_future(
-            AgentLoop(backend, Never, TOKENIZER, config()).run(
-                [AgentTask(group_id="g", prompt_token_ids=ids("go"))]
-            )
+            loop_of(backend, Never).run([AgentTask(group_id="g", prompt_token_ids=ids("go"))])
         )
         await asyncio.sleep(0.1)
         await backend.pause("abort")
@@ -233,9 +239,8 @@ class SlowAsync(Slow):
 def test_one_that_never_ends_is_cut_and_holds_nobody(environment):
     async def run():
         made = iter([environment, Echo, Echo])
-        loop = AgentLoop(
-            ScriptedBackend(script=say("a", "b", "c")), lambda: next(made)(), TOKENIZER, config(step_timeout_s=0.5)
-        )
+        backend = ScriptedBackend(script=say("a", "b", "c"))
+        loop = loop_of(backend, lambda: next(made)(), step_timeout_s=0.5)
         order = []
 
         async def one(name):
@@ -329,7 +334,7 @@ def test_at_most_so_many_episodes_at_once_over_several_event_loops():
             inside -= 1
             return Observation(done=True)
 
-    loop = AgentLoop(ScriptedBackend(script=say("a")), Counting, TOKENIZER, config(max_episodes=2))
+    loop = loop_of(ScriptedBackend(script=say("a")), Counting, max_episodes=2)
     tasks = [AgentTask(group_id=str(i), prompt_token_ids=ids("go"), episodes=2) for i in range(4)]
     for _ in range(2):
         assert len(asyncio.run(loop.run(tasks))) == 8
@@ -341,10 +346,38 @@ def test_an_episode_with_nothing_to_start_from_is_refused():
         play(Echo, task=AgentTask(group_id="g"))
 
 
-@pytest.mark.parametrize("changes", [{"max_turns": 0}, {"step_timeout_s": 0}, {"on_error": "ignore"}])
-def test_settings_are_checked(changes):
-    with pytest.raises(ConfigError):
-        config(**changes)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_turns": 0}, "max_turns must be positive, got 0"),
+        ({"step_timeout_s": 0}, "step_timeout_s must be positive"),
+        ({"on_error": "ignore"}, "write stop or drop"),
+        ({"environment": ""}, "write module:Class"),
+    ],
+)
+def test_settings_are_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        AgentConfig(**{"environment": Echo, **changes})
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1"):
+        loop_of(ScriptedBackend(), Echo, max_tokens=0)
+
+
+def test_an_environment_by_its_path_and_with_options(monkeypatch):
+    monkeypatch.setitem(sys.modules, "echoes", types.SimpleNamespace(Echo=Echo))
+    (t,) = play("echoes:Echo", environment_options={"turns": 2})
+    assert (t.metadata["turns"], t.metadata["ending"]) == (2, "done")
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        (Echo, {"turn": 2}, r"environment_options do not fit .*Echo.*: got an unexpected keyword argument 'turn'"),
+        ("string:digits", {}, "environment 'string:digits' is a str; write a class"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_before_the_first_episode(environment, options, message):
+    with pytest.raises(ConfigError, match=message):
+        AgentConfig(environment=environment, environment_options=options).environment_maker()
 
 
 def test_they_are_environments():

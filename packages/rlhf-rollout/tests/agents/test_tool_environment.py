@@ -1,7 +1,6 @@
 """ToolEnvironment and EnvironmentReward, alone and in the agent loop with a chat template."""
 
 import asyncio
-import functools
 
 import pytest
 from rlhf_core import ConfigError, SamplingConfig, ToolCall, Turn
@@ -73,6 +72,13 @@ def test_long_results_are_cut():
     assert environment.step(turn(ToolCall(name="loud"))).messages[0]["content"] == "x" * 10
 
 
+def test_tools_and_grade_by_their_paths():
+    environment = ToolEnvironment(["operator:add", add], grade="operator:ne")
+    said = environment.step(turn(ToolCall(name="add", arguments={"left": 2, "right": 3})))
+    assert said.messages[0]["content"] == "5"
+    assert environment.step(turn(text="5")).reward == 1.0
+
+
 def test_no_tools_no_environment():
     with pytest.raises(ConfigError, match="at least one tool"):
         ToolEnvironment([])
@@ -88,9 +94,13 @@ def test_in_the_loop_with_a_chat_template():
 
     loop = AgentLoop(
         ScriptedBackend(script=script),
-        functools.partial(ToolEnvironment, [add], grade=lambda answer, row: float(answer == "It is 5")),
         tokenizer,
-        AgentConfig(sampling=SamplingConfig(max_tokens=128), max_tokens=512),
+        AgentConfig(
+            environment=ToolEnvironment,
+            environment_options={"tools": [add], "grade": lambda answer, row: float(answer == "It is 5")},
+        ),
+        sampling=SamplingConfig(max_tokens=128),
+        max_tokens=512,
         parse_tool_calls=tool_call_parser(tokenizer, "tagged_json"),
     )
     (t,) = asyncio.run(loop.run([AgentTask(group_id="g", metadata={"prompt": "2 + 3?"})]))

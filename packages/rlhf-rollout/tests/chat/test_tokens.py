@@ -3,8 +3,7 @@
 import pytest
 from rlhf_core import ConfigError, DataError, Observation
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.agents.turn_tokens import TurnTokens
-from rlhf_rollout.chat.tokens import ChatTokens
+from rlhf_rollout import ChatTokens, TurnTokens
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}

@@ -17,9 +17,8 @@ from rlhf_core import (
 from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
-from rlhf_rollout.backends.transformers.backend import TransformersBackend
+from rlhf_rollout import Gateway, GatewayConfig, TransformersBackend
 from rlhf_rollout.gateway.answers import TextPieces
-from rlhf_rollout.gateway.app import Gateway, GatewayConfig
 from rlhf_rollout.gateway.stream import joined, sample_in_slices
 
 USER = {"role": "user", "content": "Guess a number."}

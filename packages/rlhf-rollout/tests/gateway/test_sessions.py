@@ -3,8 +3,7 @@
 import pytest
 from rlhf_core import LogProbMeaning, Sample
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout.chat.tokens import ChatTokens
-from rlhf_rollout.gateway.sessions import Session
+from rlhf_rollout import ChatTokens, RecordedSession
 
 USER = {"role": "user", "content": "a"}
 MORE = {"role": "user", "content": "b"}
@@ -40,7 +39,7 @@ def talk(tokens):
 
 
 def make_session():
-    return Session(session_id="s", group_id="g", metadata={"answer": "4"})
+    return RecordedSession(session_id="s", group_id="g", metadata={"answer": "4"})
 
 
 def test_one_conversation_is_one_trajectory(tokens, talk):

@@ -5,21 +5,22 @@ import socket
 import pytest
 from reward_ground import score, servers, values
 from rlhf_core import ConfigError, PluginError
-from rlhf_rollout import PythonReward
-from rlhf_rollout.rewards.endpoints import EndpointsConfig, unreachable
-from rlhf_rollout.rewards.parts import (
-    CodePart,
-    EnvironmentPart,
-    ExactPart,
-    FunctionPart,
-    FuzzyPart,
-    HTTPPart,
-    JudgePart,
-    LengthPart,
-    MathPart,
-    ModelPart,
-    RegexPart,
-    StepsPart,
+from rlhf_rollout import (
+    CodeRewardConfig,
+    EndpointsConfig,
+    EnvironmentRewardConfig,
+    ExactRewardConfig,
+    FunctionRewardConfig,
+    FuzzyRewardConfig,
+    HTTPRewardConfig,
+    JudgeRewardConfig,
+    LengthRewardConfig,
+    MathRewardConfig,
+    ModelRewardConfig,
+    PythonReward,
+    RegexRewardConfig,
+    StepRewardConfig,
+    unreachable,
 )
 
 
@@ -42,12 +43,17 @@ def make():
 @pytest.mark.parametrize(
     ("part", "texts", "row", "expected"),
     [
-        (ExactPart(answer="gold"), ["4", "5", "so #### 4"], {"gold": "4"}, [1.0, 0.0, 1.0]),
-        (FuzzyPart(answer="gold", threshold=0.8), ["ABCD", "bcde"], {"gold": "abcd"}, [1.0, 0.0]),
-        (RegexPart(pattern="a+"), ["aa", "ba"], {}, [1.0, 0.0]),
-        (RegexPart(pattern="a+", whole=False), ["aa", "ba", "b"], {}, [1.0, 1.0, 0.0]),
-        (LengthPart(high=1), ["x"], {}, [1.0]),
-        (MathPart(answer="gold", isolated=False), ["It is 0.5", "1/3"], {"gold": "\\frac{1}{2}"}, [1.0, 0.0]),
+        (ExactRewardConfig(answer="gold"), ["4", "5", "so #### 4"], {"gold": "4"}, [1.0, 0.0, 1.0]),
+        (FuzzyRewardConfig(answer="gold", threshold=0.8), ["ABCD", "bcde"], {"gold": "abcd"}, [1.0, 0.0]),
+        (RegexRewardConfig(pattern="a+"), ["aa", "ba"], {}, [1.0, 0.0]),
+        (RegexRewardConfig(pattern="a+", whole=False), ["aa", "ba", "b"], {}, [1.0, 1.0, 0.0]),
+        (LengthRewardConfig(high=1), ["x"], {}, [1.0]),
+        (
+            MathRewardConfig(answer="gold", isolated=False),
+            ["It is 0.5", "1/3"],
+            {"gold": "\\frac{1}{2}"},
+            [1.0, 0.0],
+        ),
     ],
 )
 def test_rules(make, part, texts, row, expected):
@@ -58,7 +64,7 @@ def test_rules(make, part, texts, row, expected):
 
 def test_a_function_with_options_and_a_renamed_column(make):
     options = {"threshold": 0.5}
-    part = FunctionPart(function="rlhf_rollout:fuzzy_match", options=options, columns={"answer": "gold"})
+    part = FunctionRewardConfig(function="rlhf_rollout:fuzzy_match", options=options, columns={"answer": "gold"})
     reward, columns = make(part)
     assert columns == {"gold"}
     assert values(reward, ["abcd"], gold="abcd") == [1.0]
@@ -69,11 +75,11 @@ def test_a_function_with_options_and_a_renamed_column(make):
 def test_a_function_that_is_not_there_is_refused_when_it_is_made(child_path):
     for isolated in (False, True):
         with pytest.raises(PluginError, match="nowhere"):
-            FunctionPart(function="nowhere:f", isolated=isolated).make("x")
+            FunctionRewardConfig(function="nowhere:f", isolated=isolated).make("x")
 
 
 def test_isolated_mathematics_scores_what_takes_for_ever_with_zero(make):
-    reward, columns = make(MathPart(timeout_s=4.0))
+    reward, columns = make(MathRewardConfig(timeout_s=4.0))
     assert columns == {"answer"}
     # Evaluating this takes longer than anyone waits, and holds Python's lock meanwhile.
     found = score(reward, ["\\boxed{7}", "\\boxed{9^{9^{9^{9}}}}"], answer="7")
@@ -82,7 +88,7 @@ def test_isolated_mathematics_scores_what_takes_for_ever_with_zero(make):
 
 
 def test_isolated_patterns_that_backtrack_without_end(make):
-    reward, _ = make(RegexPart(pattern="(a+)+b", isolated=True, timeout_s=1.0))
+    reward, _ = make(RegexRewardConfig(pattern="(a+)+b", isolated=True, timeout_s=1.0))
     found = score(reward, ["aab", "a" * 60])
     assert [one.value for one in found] == [1.0, 0.0]
     assert [one.components["too_slow"] for one in found] == [0.0, 1.0]
@@ -96,11 +102,13 @@ def test_services_and_judges(make):
         return 200, {"choices": [{"message": {"content": "Fine. Rating: 10"}}]}
 
     with servers(scores, rates) as (service, judge):
-        http, columns = make(HTTPPart(endpoints=EndpointsConfig(urls=(service.url,)), columns=("topic",)))
+        http, columns = make(HTTPRewardConfig(endpoints=EndpointsConfig(urls=(service.url,)), columns=("topic",)))
         assert values(http, ["a", "bb"], topic="t") == [1.0, 2.0]
         assert columns == {"topic"}
         asked, columns = make(
-            JudgePart(endpoints=EndpointsConfig(urls=(judge.url,)), model="m", template="{rubric} {completion}")
+            JudgeRewardConfig(
+                endpoints=EndpointsConfig(urls=(judge.url,)), model="m", template="{rubric} {completion}"
+            )
         )
         assert values(asked, ["a"], rubric="Be strict.") == [1.0]
         assert columns == {"rubric"}
@@ -108,13 +116,13 @@ def test_services_and_judges(make):
 
 
 def test_code(make):
-    reward, columns = make(CodePart(column="checks"))
+    reward, columns = make(CodeRewardConfig(column="checks"))
     assert columns == {"checks"}
     assert values(reward, ["x = 1", "x = 2"], checks="assert x == 1") == [1.0, 0.0]
 
 
 def test_the_environment(make):
-    reward, columns = make(EnvironmentPart())
+    reward, columns = make(EnvironmentRewardConfig())
     assert values(reward, ["a"]) == [0]
     assert columns == set()
 
@@ -122,10 +130,10 @@ def test_the_environment(make):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: RegexPart(pattern="("), "not a regular expression"),
-        (lambda: LengthPart(low=4, high=2), "low <= high"),
-        (lambda: ModelPart(path="m", ranks=0), "ranks must be at least 1"),
-        (lambda: StepsPart(path="m", placeholder="<s>", aggregate="sum"), "aggregate 'sum'"),
+        (lambda: RegexRewardConfig(pattern="("), "not a regular expression"),
+        (lambda: LengthRewardConfig(low=4, high=2), "low <= high"),
+        (lambda: ModelRewardConfig(path="m", ranks=0), "ranks must be at least 1"),
+        (lambda: StepRewardConfig(path="m", placeholder="<s>", aggregate="sum"), "aggregate 'sum'"),
         (lambda: EndpointsConfig(urls=("http//host",)), "no address"),
         (lambda: EndpointsConfig(urls=("http://",)), "no address"),
         (lambda: EndpointsConfig(urls=("http://host:99999",)), "no address"),

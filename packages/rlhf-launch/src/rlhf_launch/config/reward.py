@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_core import ConfigError
-from rlhf_rollout.rewards.faults import FailureHandling
-from rlhf_rollout.rewards.parts import (
-    EnginePart,
-    EnvironmentPart,
-    FunctionPart,
-    ModelPart,
+from rlhf_rollout import (
+    EngineRewardConfig,
+    EnvironmentRewardConfig,
+    FailureHandling,
+    FunctionRewardConfig,
+    ModelRewardConfig,
     RewardPart,
-    StepsPart,
 )
 
 
@@ -53,24 +52,24 @@ class RewardSection:
         """
         parts: dict[str, RewardPart] = {}
         if self.function is not None:
-            parts["function"] = FunctionPart(function=self.function, timeout_s=self.timeout_s)
+            parts["function"] = FunctionRewardConfig(function=self.function, timeout_s=self.timeout_s)
         if self.model is not None:
-            parts["model"] = ModelPart(path=self.model)
+            parts["model"] = ModelRewardConfig(path=self.model)
         parts |= self.parts
-        of_environment = [name for name, part in parts.items() if isinstance(part, EnvironmentPart)]
+        of_environment = [name for name, part in parts.items() if isinstance(part, EnvironmentRewardConfig)]
         if of_environment and not environment:
             raise ConfigError(f"reward.parts.{of_environment[0]}: there is no environment; set rollout.agent")
         if environment and not of_environment:
-            parts["environment"] = EnvironmentPart()
+            parts["environment"] = EnvironmentRewardConfig()
         if not parts:
             raise ConfigError(
                 "no reward: give reward.function ('module:function'), reward.model (a path), or reward.parts"
             )
         return parts
 
-    def engine_parts(self) -> dict[str, EnginePart]:
+    def engine_parts(self) -> dict[str, EngineRewardConfig]:
         """The parts that need an engine of their own, by name."""
         if not self.parts and self.model is None:
             return {}
         parts = self.all_parts(environment=True)
-        return {name: part for name, part in parts.items() if isinstance(part, ModelPart | StepsPart)}
+        return {name: part for name, part in parts.items() if isinstance(part, EngineRewardConfig)}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_core import ConfigError, SamplingConfig
+from rlhf_rollout import AgentConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,23 +51,6 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AgentSection:
-    """Episodes of several turns in an environment, in place of single responses."""
-
-    environment: str
-    """`module:Class`, made anew for every episode without arguments (see rlhf_core.Environment). Its rewards count
-    towards the score."""
-    max_turns: int = 8
-    max_tokens: int = 4096
-    """Tokens of an episode, prompt and environment included; `sampling.max_tokens` is a turn's."""
-    step_timeout_s: float = 30.0
-    """Deadline of each `reset` and `step`."""
-    episode_timeout_s: float = 600.0
-    on_error: Literal["stop", "drop"] = "stop"
-    """What an environment that raises does: stop the run, or drop the sample by name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSection:
     """How samples are generated."""
 
@@ -75,8 +59,9 @@ class RolloutSection:
     engines: int = 1
     samples_per_prompt: int = 8
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=256))
-    agent: AgentSection | None = None
-    """Single responses if not given."""
+    agent: AgentConfig | None = None
+    """Episodes of several turns in an environment, of `max_model_len` tokens at most, whose rewards
+    count towards the score; single responses if not given."""
     dynamic_sampling: DynamicSampling | None = None
     """Off if not given."""
     overlap: Overlap | None = None
@@ -102,5 +87,5 @@ class RolloutSection:
         if self.max_model_len and self.max_model_len < needed:
             raise ConfigError(
                 f"rollout.max_model_len={self.max_model_len} is less than the {needed} tokens of the longest "
-                "sample (data.max_prompt_tokens + rollout.sampling.max_tokens, or rollout.agent.max_tokens)"
+                "sample (data.max_prompt_tokens + rollout.sampling.max_tokens)"
             )

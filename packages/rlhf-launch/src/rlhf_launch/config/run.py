@@ -245,8 +245,11 @@ class RunConfig:
         return self.model.lora.rank
 
     @property
+    def max_length(self) -> int:
+        """Tokens of the longest sample or episode: what a rollout engine has room for."""
+        return self.rollout.max_model_len or self.max_model_len_needed
+
+    @property
     def max_model_len_needed(self) -> int:
-        """Tokens of the longest prompt plus the longest response, or of the longest episode."""
-        if self.rollout.agent is not None:
-            return self.rollout.agent.max_tokens
+        """Tokens of the longest prompt plus the longest response."""
         return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens

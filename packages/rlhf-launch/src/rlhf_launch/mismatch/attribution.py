@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from rlhf_core import LogProbMeaning, SamplingConfig, Trajectory
-from rlhf_rollout.backends.transformers.token_sampling import candidate_log_probs
+from rlhf_rollout import candidate_log_probs
 from torch import Tensor
 
 Cause = Literal["temperature", "truncation", "precision", "weights", "re-tokenisation"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_algos import DataSource, check_model_path, read_rows
-from rlhf_core import ConfigError, load_object
+from rlhf_core import ConfigError
 
 from rlhf_launch.config.run import EvaluationSection, RunConfig
 from rlhf_launch.online.evaluation import HeldOut
@@ -46,7 +46,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         if path is not None:
             check_model_path(path, what=key)
     if config.rollout.agent is not None:
-        load_object(config.rollout.agent.environment, what="rollout.agent.environment")
+        config.rollout.agent.environment_maker()
     tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
     agent = config.rollout.agent is not None
     trusted = config.model.trust_remote_code

@@ -178,7 +178,14 @@ def open_producer(config: RunConfig, prompts: PromptStream, pool: RolloutPool, r
             )
         during = "pause" if overlap.pause_while_training else "run"
     return Producer(
-        group_sampler(pool, rollout.sampling, rollout.agent, rewarder.tokenizer, seed=config.seed),
+        group_sampler(
+            pool,
+            rollout.sampling,
+            rollout.agent,
+            rewarder.tokenizer,
+            max_tokens=config.max_length,
+            seed=config.seed,
+        ),
         rewarder,
         prompts,
         Ledger(limits),

@@ -18,7 +18,7 @@ from rlhf_core import (
     env_vars_of,
     load_plugin,
 )
-from rlhf_rollout.rewards.parts import ModelPart
+from rlhf_rollout import ModelRewardConfig
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import RunConfig
@@ -244,7 +244,7 @@ def roles_of(config: RunConfig) -> list[Role]:
 
 def _model_of(config: RunConfig, role: Role) -> str:
     model = config.model
-    judges = [part.path for part in config.reward.engine_parts().values() if isinstance(part, ModelPart)]
+    judges = [part.path for part in config.reward.engine_parts().values() if isinstance(part, ModelRewardConfig)]
     start = {
         "policy": model.policy,
         "reference": model.reference or model.policy,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_core import DeadlineExceeded, SamplingConfig, Score, Trajectory
-from rlhf_rollout.rewards.scoring import ScoredGroup, score_as_finished
+from rlhf_rollout import ScoredGroup, score_as_finished
 
 from rlhf_launch.samples.groups import Group, group_of, oldest_version
 from rlhf_launch.samples.prompts import Prompt
@@ -59,8 +59,10 @@ def sample_and_score(
         RewardError: a reward failed and the policy is to stop.
     """
     timeout_s, rewarder = run.config.placement.timeout_s, run.roles.rewarder
-    agent, seed = run.config.rollout.agent, run.config.seed
-    sample = group_sampler(run.roles.pool, sampling, agent, rewarder.tokenizer, seed=seed)
+    agent, longest = run.config.rollout.agent, run.config.max_length
+    sample = group_sampler(
+        run.roles.pool, sampling, agent, rewarder.tokenizer, max_tokens=longest, seed=run.config.seed
+    )
     scored: dict[int, ScoredGroup] = {}
 
     async def everything() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from rlhf_core import LogProbMeaning, Score, Trajectory
-from rlhf_rollout.rewards.scoring import ScoredGroup
+from rlhf_rollout import ScoredGroup
 from torch import Tensor
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rlhf_core import DeadlineExceeded, RewardError, Trajectory
-from rlhf_rollout.rewards.scoring import score_as_finished
+from rlhf_rollout import score_as_finished
 
 from rlhf_launch.samples.collecting import StepSamples
 from rlhf_launch.samples.groups import group_of

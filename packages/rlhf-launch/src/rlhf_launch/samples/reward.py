@@ -9,9 +9,14 @@ from typing import Any
 
 from rlhf_algos import check_model_path
 from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory
-from rlhf_rollout import CombinedReward, FailureHandling, ModelReward, RobustReward, StepReward
-from rlhf_rollout.rewards.endpoints import unreachable
-from rlhf_rollout.rewards.parts import HTTPPart, JudgePart, ModelPart, RewardPart, StepsPart
+from rlhf_rollout import (
+    CombinedReward,
+    EngineRewardConfig,
+    FailureHandling,
+    RewardPart,
+    RobustReward,
+    unreachable,
+)
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.samples.prompts import Prompt
@@ -42,7 +47,7 @@ class CheckedReward:
     parts: Mapping[str, RewardPart]
     ready: Mapping[str, RewardFunction]
     tokenizers: Mapping[str, Any]
-    """Of the process reward models, by part."""
+    """The reward models' own, by part; None where a model's directory has none."""
     needed: Mapping[str, frozenset[str]]
     """Columns of the data that each part needs."""
     on_failure: FailureHandling
@@ -100,14 +105,14 @@ def check_reward(
     needed: dict[str, frozenset[str]] = {}
     with ExitStack() as undo:
         for name, part in parts.items():
-            if isinstance(part, ModelPart | StepsPart):
+            if isinstance(part, EngineRewardConfig):
                 check_model_path(part.path, what=f"reward {name!r}")
                 own = _load_tokenizer(name, part, trust_remote_code=trust_remote_code)
                 _check_vocabulary(name, part, tokenizer, own)
                 tokenizers[name] = own
                 continue
-            if isinstance(part, HTTPPart | JudgePart):
-                _check_servers(name, part.endpoints.urls)
+            if part.servers:
+                _check_servers(name, part.servers)
             ready[name], needed[name] = part.make(name)
             if (close := getattr(ready[name], "close", None)) is not None:
                 undo.callback(close)
@@ -128,17 +133,9 @@ def open_reward(
     """The whole reward, and what closes it. `groups` are the reward models' ranks by part."""
     rewards: dict[str, RewardFunction] = {}
     for name, part in checked.parts.items():
-        if isinstance(part, StepsPart):
-            reward: RewardFunction = StepReward(
-                groups[name],
-                checked.tokenizers[name],
-                part,
-                policy_tokenizer=tokenizer,
-                name=name,
-                min_rows=part.ranks,
-            )
-        elif isinstance(part, ModelPart):
-            reward = ModelReward(groups[name], name=name, min_rows=part.ranks)
+        if isinstance(part, EngineRewardConfig):
+            its_own = checked.tokenizers[name]
+            reward = part.make(groups[name], name=name, tokenizer=its_own, policy_tokenizer=tokenizer)
         else:
             reward = checked.ready[name]
         rewards[name] = RobustReward(reward, part.on_failure or checked.on_failure, name=name)
@@ -156,21 +153,21 @@ def _check_servers(name: str, urls: Sequence[str]) -> None:
         raise ConfigError(f"reward {name!r}: no server answers at {url} ({reason}); start it, or mend the address")
 
 
-def _load_tokenizer(name: str, part: ModelPart | StepsPart, *, trust_remote_code: bool) -> Any:
+def _load_tokenizer(name: str, part: EngineRewardConfig, *, trust_remote_code: bool) -> Any:
     """The model's own tokenizer; a reward model on the policy's tokens can do without."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(part.path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        if isinstance(part, ModelPart):
+        if part.reads_policy_tokens:
             return None
         raise ConfigError(f"reward {name!r}: no tokenizer can be loaded from {part.path!r}: {error}") from error
 
 
-def _check_vocabulary(name: str, part: ModelPart | StepsPart, ours: Any, theirs: Any) -> None:
+def _check_vocabulary(name: str, part: EngineRewardConfig, ours: Any, theirs: Any) -> None:
     """A reward model reads the policy's tokens; a process reward model is given text."""
-    if not isinstance(part, ModelPart) or theirs is None:
+    if not part.reads_policy_tokens or theirs is None:
         return
     probe = "The answer is 42: 6 * 7.\n"
     mine, its = (tokenizer(probe, add_special_tokens=False)["input_ids"] for tokenizer in (ours, theirs))

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, SamplingConfig, Trajectory, load_object
+from rlhf_core import DeadlineExceeded, GenerationRequest, GenerationResult, SamplingConfig, Trajectory
 from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
 
-from rlhf_launch.config.rollout import AgentSection
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -43,23 +42,23 @@ GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory]]]
 
 
 def group_sampler(
-    pool: RolloutPool, sampling: SamplingConfig, agent: AgentSection | None, tokenizer: Any, *, seed: int
+    pool: RolloutPool,
+    sampling: SamplingConfig,
+    agent: AgentConfig | None,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    seed: int,
 ) -> GroupSampler:
-    """What draws the samples of one prompt: single responses, or an agent's episodes."""
+    """What draws the samples of one prompt: single responses, or an agent's episodes of up to `max_tokens`."""
     if agent is None:
         return lambda prompt, label, n: sample_group(pool, prompt, sampling, label, n=n, seed=seed)
     loop = AgentLoop(
         pool,
-        load_object(agent.environment, what="rollout.agent.environment"),
         tokenizer,
-        AgentConfig(
-            sampling=sampling,
-            max_turns=agent.max_turns,
-            max_tokens=agent.max_tokens,
-            step_timeout_s=agent.step_timeout_s,
-            episode_timeout_s=agent.episode_timeout_s,
-            on_error=agent.on_error,
-        ),
+        agent,
+        sampling=sampling,
+        max_tokens=max_tokens,
         parse_tool_calls=tool_call_parser(tokenizer),
     )
 

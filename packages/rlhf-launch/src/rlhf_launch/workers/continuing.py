@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from rlhf_core import GenerationRequest, GenerationResult, Sample
-from rlhf_rollout.concurrency import gather_or_cancel
+from rlhf_rollout import gather_or_cancel
 
 from rlhf_launch.seeds import request_seed
 

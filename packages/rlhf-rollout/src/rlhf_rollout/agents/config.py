@@ -1,39 +1,68 @@
-"""What an agent loop plays: the limits of an episode, and a task with its episodes."""
+"""What an agent loop plays: the environment and the limits of an episode, and a task with its episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
-from rlhf_core import ConfigError, SamplingConfig
+from rlhf_core import ConfigError, Environment, load_object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentConfig:
-    """Limits of an episode."""
+    """Episodes of several turns in an environment: which environment, and the limits of an episode."""
 
-    sampling: SamplingConfig
-    """Of every turn; `max_tokens` is a turn's."""
+    environment: str | Callable[..., Environment]
+    """`module:Class` (see rlhf_core.Environment), or the class itself, or a function that makes one; called anew
+    for every episode."""
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that call."""
     max_turns: int = 8
-    max_tokens: int = 4096
-    """Tokens of an episode, prompt and environment included; at most the generator's `max_model_len`."""
+    """Turns that are sampled at most; an episode that is not done by then is truncated."""
     step_timeout_s: float = 30.0
-    """Deadline of each `reset` and `step`."""
+    """Deadline of each `reset` and `step` of the environment."""
     episode_timeout_s: float = 600.0
-    """Deadline of an episode, from its `reset`. A turn that is being sampled then is not kept."""
+    """Deadline of an episode, from its `reset`. A turn that is being sampled at that moment is not kept."""
     max_episodes: int = 1024
     """Episodes at the same time."""
     on_error: Literal["stop", "drop"] = "stop"
-    """What an environment that raises does: `stop` the run, or `drop` the sample by name. Being late is no error:
-    the episode ends there, truncated."""
+    """What happens when an environment raises: `stop` the run, or `drop` the sample by name. A late environment is
+    no error: its episode ends there, truncated."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "step_timeout_s", "episode_timeout_s", "max_episodes"):
+        if not self.environment:
+            raise ConfigError("agent: environment is empty; write module:Class")
+        for name in ("max_turns", "step_timeout_s", "episode_timeout_s", "max_episodes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"agent: {name} must be positive, got {getattr(self, name)}")
         if self.on_error not in ("stop", "drop"):
             raise ConfigError(f"agent: on_error={self.on_error!r} is unknown; write stop or drop")
+
+    def environment_maker(self) -> Callable[[], Environment]:
+        """What makes the environment of an episode.
+
+        Raises:
+            PluginError: `environment` cannot be imported.
+            ConfigError: `environment` cannot be called, or not with `environment_options`.
+        """
+        made: Any = self.environment
+        if isinstance(made, str):
+            made = load_object(made, what="agent environment")
+        if not callable(made):
+            raise ConfigError(
+                f"agent: environment {self.environment!r} is a {type(made).__name__}; write a class, or a function "
+                "that makes an Environment"
+            )
+        try:
+            inspect.signature(made).bind(**self.environment_options)
+        except TypeError as error:
+            raise ConfigError(f"agent: environment_options do not fit {self.environment!r}: {error}") from error
+        except ValueError:  # a class of an extension module may have no signature
+            pass
+        return cast(Callable[[], Environment], partial(made, **self.environment_options))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

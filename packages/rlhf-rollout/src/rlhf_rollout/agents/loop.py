@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlhf_core import (
+    ConfigError,
     DroppedSample,
     Environment,
     GenerationRequest,
     Observation,
+    SamplingConfig,
     Trajectory,
     Turn,
 )
@@ -21,16 +23,16 @@ from rlhf_core import (
 from rlhf_rollout.agents.config import AgentConfig, AgentTask
 from rlhf_rollout.agents.environment_calls import EnvironmentFailed, EnvironmentTooSlow, call_environment, in_thread
 from rlhf_rollout.agents.episode import Ending, Episode
-from rlhf_rollout.agents.turn_sampling import Generator, SharedFirstTurn, turn_seed
-from rlhf_rollout.agents.turn_tokens import TurnTokens
+from rlhf_rollout.agents.turns import SharedFirstTurn, TurnTokens, turn_seed
 from rlhf_rollout.chat.tool_calls import ToolCallParser
 from rlhf_rollout.concurrency import gather_or_cancel
+from rlhf_rollout.generator import Generator
 
 _log = logging.getLogger(__name__)
 
 
 class SingleTurn:
-    """Environment of ordinary prompts: it says nothing and is done after one turn."""
+    """Environment of ordinary prompts, which says nothing and is done after one turn."""
 
     async def reset(self, metadata: Mapping[str, Any]) -> Observation:
         """See Environment."""
@@ -42,26 +44,44 @@ class SingleTurn:
 
 
 class AgentLoop:
-    """Plays episodes, all at once; each waits for its own environment and turns alone.
+    """Plays episodes, all at once; each waits for its own environment and its own turns alone.
 
     After each sampled turn the environment's answer is tokenised, once, and appended with `response_mask` False.
-    What was sampled stays as it was sampled.
+    The sampled tokens stay as they were sampled.
     """
 
     def __init__(
         self,
         generator: Generator,
-        make_environment: Callable[[], Environment],
         tokenizer: Any,
         config: AgentConfig,
         *,
+        sampling: SamplingConfig,
+        max_tokens: int,
         parse_tool_calls: ToolCallParser | None = None,
     ) -> None:
-        """`make_environment` is called once per episode; `parse_tool_calls` comes from `tool_call_parser`."""
+        """Import the environment.
+
+        Args:
+            generator: samples the turns.
+            tokenizer: the policy's.
+            config: the environment, and the limits of an episode.
+            sampling: settings of every turn; its `max_tokens` is a turn's.
+            max_tokens: tokens of an episode, prompt and environment included; at most the generator's
+                `max_model_len`.
+            parse_tool_calls: finds the tool calls in a turn; see `tool_call_parser`. None finds none.
+
+        Raises:
+            PluginError: the environment cannot be imported.
+        """
+        if max_tokens < 1:
+            raise ConfigError(f"agent: max_tokens must be at least 1, got {max_tokens}")
         self._generator = generator
-        self._make_environment = make_environment
+        self._make_environment = config.environment_maker()
         self._turns = TurnTokens(tokenizer)
         self._config = config
+        self._sampling = sampling
+        self._max_tokens = max_tokens
         self._parse = parse_tool_calls or (lambda text: ())
         self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -127,7 +147,7 @@ class AgentLoop:
         episode.add_given(opening, (*task.images, *said.images))
         shared = config.max_turns == 1 and tuple(opening) == task.prompt_token_ids
         while True:
-            room = config.max_tokens - len(episode.token_ids)
+            room = self._max_tokens - len(episode.token_ids)
             if room < 1:
                 return "tokens"
             await self._sample_turn(episode, task, room, first if shared else None)
@@ -139,7 +159,7 @@ class AgentLoop:
             if said.done:
                 return "done"
             if episode.finish_reason == "length":
-                return "tokens" if len(episode.token_ids) >= config.max_tokens else "length"
+                return "tokens" if len(episode.token_ids) >= self._max_tokens else "length"
             if episode.turns == config.max_turns:
                 return "turns"
             episode.add_given(self._turns.reply(said, episode.token_ids[-1]), said.images)
@@ -148,7 +168,7 @@ class AgentLoop:
         self, episode: Episode, task: AgentTask, room: int, shared: SharedFirstTurn | None
     ) -> None:
         index = int(episode.sample_id.rpartition("/")[2])
-        sampling = self._config.sampling
+        sampling = self._sampling
         limit = min(sampling.max_tokens, room)
         sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
         if shared is not None:
@@ -182,7 +202,7 @@ class AgentLoop:
         return await call_environment(environment.step, turn, timeout_s=self._config.step_timeout_s)
 
     async def _close(self, environment: Environment) -> None:
-        """Let go of what the environment holds; a failure to do so costs no sample."""
+        """Close an environment that can be closed; if that fails, the sample is kept all the same."""
         close = getattr(environment, "close", None)
         if close is None:
             return

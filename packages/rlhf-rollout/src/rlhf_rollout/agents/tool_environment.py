@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core import ConfigError, Observation, ToolCall, Turn
+from rlhf_core import ConfigError, Observation, ToolCall, Turn, load_object
 
 
 class ToolEnvironment:
@@ -15,31 +15,38 @@ class ToolEnvironment:
     template shows. Their results, and what went wrong with a call, come back as messages of the role `tool`.
     Numbers to log: `tool_calls`, `tool_errors`.
 
-    >>> make = functools.partial(ToolEnvironment, [calculator], grade=right_answer)      # doctest: +SKIP
+    >>> AgentConfig(environment=ToolEnvironment, environment_options={"tools": [multiply]})  # doctest: +SKIP
     """
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]],
+        tools: Sequence[str | Callable[..., Any]],
         *,
-        grade: Callable[[str, Mapping[str, Any]], float] | None = None,
+        grade: str | Callable[[str, Mapping[str, Any]], float] | None = None,
         system: str | None = None,
         error_reward: float = 0.0,
         max_result_chars: int = 4096,
     ) -> None:
-        """`grade(answer, metadata)` gives the final reward; without it a reward function scores the episode.
+        """Import what is given as a path.
 
         Args:
-            tools: functions; they run in a thread, under the loop's `step_timeout_s`.
-            grade: reward of the answer.
+            tools: functions, or their `module:function` paths. They run in a thread, under the loop's
+                `step_timeout_s`.
+            grade: f(answer, metadata) -> the final reward, or its path; without it a reward function scores the
+                episode.
             system: a system message.
             error_reward: reward of a turn for each call in it that could not be carried out.
             max_result_chars: longer results are cut.
+
+        Raises:
+            ConfigError: there is no tool.
+            PluginError: a path cannot be imported.
         """
         if not tools:
             raise ConfigError("a tool environment needs at least one tool")
-        self._tools = {tool.__name__: tool for tool in tools}
-        self._grade = grade
+        found = [load_object(tool, what="tool") if isinstance(tool, str) else tool for tool in tools]
+        self._tools = {tool.__name__: tool for tool in found}
+        self._grade = load_object(grade, what="grade") if isinstance(grade, str) else grade
         self._system = system
         self._error_reward = error_reward
         self._max_result_chars = max_result_chars

@@ -1,18 +1,32 @@
-"""From what an environment says to tokens: each thing once, and never what the policy has sampled."""
+"""The turns of an episode: what an environment says as tokens, one shared request where turns are single, seeds."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from rlhf_core import ConfigError, DataError, Observation
+from rlhf_core import (
+    ConfigError,
+    DataError,
+    GenerationRequest,
+    GenerationResult,
+    Observation,
+    SamplingConfig,
+)
 
+from rlhf_rollout.agents.config import AgentTask
 from rlhf_rollout.chat.tokens import ChatTokens
+from rlhf_rollout.generator import Generator
 
 
 class TurnTokens:
-    """Tokenises observations with a tokenizer and, if they are messages, its chat template."""
+    """What an environment says as tokens, by a tokenizer and, for messages, its chat template.
+
+    Every observation is tokenised once; what the policy has sampled never is.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -56,3 +70,44 @@ class TurnTokens:
             raise ConfigError(
                 f"an environment says chat messages, but {error}; or let it say `text` or `token_ids`"
             ) from None
+
+
+class SharedFirstTurn:
+    """One request for the only turn of all episodes of a task, so that the prompt is computed once."""
+
+    def __init__(self, generator: Generator, task: AgentTask) -> None:
+        self._generator = generator
+        self._task = task
+        self._call: asyncio.Task[GenerationResult] | None = None
+
+    async def result(self, sampling: SamplingConfig) -> GenerationResult:
+        """The samples of all episodes; the request goes on for the others if an episode stops waiting for it."""
+        if self._call is None:
+            request = GenerationRequest(
+                request_id=self._task.group_id,
+                prompt_token_ids=self._task.prompt_token_ids,
+                sampling=sampling,
+                n=self._task.episodes,
+                seed=self._task.seed,
+                images=self._task.images,
+            )
+            self._call = asyncio.ensure_future(self._generator.generate(request))
+        return await asyncio.shield(self._call)
+
+    def close(self) -> None:
+        """Give the request up: no episode waits for it any more."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+def turn_seed(seed: int | None, episode: int, turn: int) -> int | None:
+    """Seed of a turn: `seed + episode` for the first turn, as in a request for several samples; a hash of that and
+    the turn's number for later ones.
+
+    >>> turn_seed(40, 2, 0), turn_seed(None, 2, 1), turn_seed(40, 2, 1) == turn_seed(40, 2, 1)
+    (42, None, True)
+    """
+    if seed is None or turn == 0:
+        return None if seed is None else seed + episode
+    digest = hashlib.blake2b(f"{seed + episode}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_core import Sample, ToolCall
 
 from rlhf_rollout.chat.tool_calls import ToolCallParser, split_calls
-from rlhf_rollout.gateway.requests import Asked
+from rlhf_rollout.gateway.requests import RequestSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Answer:
     answer_id: str
     prompt_token_ids: tuple[int, ...]
     tokenizer: Any
-    asked: Asked
+    asked: RequestSettings
 
     def text(self, sample: Sample) -> str:
         """What the sample says, without special tokens and without the stop that ended it."""

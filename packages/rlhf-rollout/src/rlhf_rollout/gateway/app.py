@@ -39,13 +39,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf_rollout.agents.turn_sampling import Generator
 from rlhf_rollout.chat.messages import plain_message
 from rlhf_rollout.chat.tokens import ChatTokens
 from rlhf_rollout.chat.tool_calls import ToolCallParser, tagged_json, tool_call_parser
 from rlhf_rollout.gateway.answers import Answer
 from rlhf_rollout.gateway.config import GatewayConfig
 from rlhf_rollout.gateway.http import (
+    ServerThread,
     error_body,
     error_response,
     read_body,
@@ -54,9 +54,9 @@ from rlhf_rollout.gateway.http import (
     unless_gone,
 )
 from rlhf_rollout.gateway.requests import read_prompt, read_settings
-from rlhf_rollout.gateway.server import ServerThread
-from rlhf_rollout.gateway.sessions import Prompt, Session
-from rlhf_rollout.gateway.stream import Work, stream_chunks
+from rlhf_rollout.gateway.sessions import RecordedSession, TurnPrompt
+from rlhf_rollout.gateway.stream import ClientRequest, stream_chunks
+from rlhf_rollout.generator import Generator
 
 
 class Gateway:
@@ -79,7 +79,7 @@ class Gateway:
         self._tokens = ChatTokens(tokenizer)
         self._config = config
         self._parse = parse_tool_calls or tool_call_parser(tokenizer) or tagged_json
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, RecordedSession] = {}
         self._server: ServerThread | None = None
         self._numbers = itertools.count()
         endpoints = [
@@ -138,12 +138,12 @@ class Gateway:
             raise ConfigError(
                 f"gateway: session {session_id!r} is open already, or has no name; choose another name"
             )
-        self._sessions[session_id] = Session(
+        self._sessions[session_id] = RecordedSession(
             session_id=session_id, group_id=group_id or session_id, metadata=metadata or {}
         )
         return f"{self._address}/sessions/{quote(session_id)}/v1"
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> RecordedSession:
         """An open session."""
         if session_id not in self._sessions:
             raise ConfigError(f"gateway: no open session {session_id!r}")
@@ -203,7 +203,7 @@ class Gateway:
         if session is not None:
             prompt = session.prompt(self._tokens, messages, tools)
         else:
-            prompt = Prompt(parent=None, context=self._tokens.prompt(messages, tools))
+            prompt = TurnPrompt(parent=None, context=self._tokens.prompt(messages, tools))
         work = self._work(body, prompt.token_ids, kind="chat.completion")
         work = replace(work, session=session, prompt=prompt, messages=messages, tools=tools)
         if work.answer.asked.stream:
@@ -224,7 +224,7 @@ class Gateway:
             return Response(status_code=499)
         return JSONResponse(work.answer.completion(result.samples))
 
-    def _work(self, body: Mapping[str, Any], prompt: tuple[int, ...], *, kind: str) -> Work:
+    def _work(self, body: Mapping[str, Any], prompt: tuple[int, ...], *, kind: str) -> ClientRequest:
         config = self._config
         asked = read_settings(body, room=config.max_model_len - len(prompt), fixed=config.sampling)
         answer = Answer(
@@ -243,9 +243,9 @@ class Gateway:
             n=asked.n,
             seed=asked.seed,
         )
-        return Work(answer=answer, generation=generation)
+        return ClientRequest(answer=answer, generation=generation)
 
-    def _record(self, work: Work, sample: Sample, result: GenerationResult) -> Mapping[str, Any]:
+    def _record(self, work: ClientRequest, sample: Sample, result: GenerationResult) -> Mapping[str, Any]:
         """The answer as a message, kept in the session if there is one."""
         message = work.answer.message(sample, self._parse if work.tools else None)
         if work.session is not None and work.prompt is not None:
@@ -255,11 +255,11 @@ class Gateway:
 
     # ------------------------------------------------------------ streams
 
-    def _stream(self, work: Work) -> Response:
+    def _stream(self, work: ClientRequest) -> Response:
         # Starlette cancels the iterator when the client goes away, and with it the request in the backend.
         return StreamingResponse(self._events(work), media_type="text/event-stream")
 
-    async def _events(self, work: Work) -> AsyncIterator[str]:
+    async def _events(self, work: ClientRequest) -> AsyncIterator[str]:
         try:
             tell = partial(self._record, work)
             async for chunk in stream_chunks(self._backend, work, tell, slice_tokens=self._config.stream_tokens):

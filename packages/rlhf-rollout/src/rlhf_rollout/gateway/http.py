@@ -1,17 +1,54 @@
-"""The gateway's side of HTTP: reading a body, errors as clients understand them, clients that go away."""
+"""The gateway's side of HTTP: a server in a thread, bodies, errors as clients read them, clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
-from rlhf_core import DataError, RLHFError, UserError
+import uvicorn
+from rlhf_core import ConfigError, DataError, DeadlineExceeded, RLHFError, UserError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 T = TypeVar("T")
+
+_STOP_S = 30.0
+
+
+class ServerThread:
+    """An ASGI application served from a thread of this process. Listens when constructed.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+
+    def __init__(self, app: Any, *, host: str, port: int) -> None:
+        try:
+            # Bound here and handed over open, so that nobody can take the port in between.
+            self._socket = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another port (0: any)") from error
+        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="gateway", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and wait for the thread."""
+        self._server.should_exit = True
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the server at {self.address} did not stop within {_STOP_S:g} s")
+        self._socket.close()
 
 
 async def read_body(request: Request, *, most: int, model: str) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class RequestSettings:
     """The settings of one request, apart from what it asks about."""
 
     sampling: SamplingConfig
@@ -45,7 +45,7 @@ class Asked:
     """Tokens of log-probs are written as `token_id:<id>` instead of as text."""
 
 
-def read_settings(body: Mapping[str, Any], *, room: int, fixed: SamplingConfig | None) -> Asked:
+def read_settings(body: Mapping[str, Any], *, room: int, fixed: SamplingConfig | None) -> RequestSettings:
     """Sampling settings of a chat or completion request.
 
     Args:
@@ -75,7 +75,7 @@ def read_settings(body: Mapping[str, Any], *, room: int, fixed: SamplingConfig |
     if not 1 <= n <= 1024:
         raise DataError(f"`n` must lie in [1, 1024], got {n}")
     options = body.get("stream_options") or {}
-    return Asked(
+    return RequestSettings(
         sampling=sampling,
         n=n,
         seed=body.get("seed"),

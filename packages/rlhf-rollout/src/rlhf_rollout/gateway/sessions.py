@@ -17,20 +17,20 @@ from rlhf_rollout.chat.tokens import ChatTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Turn:
+class RecordedTurn:
     """One sampled turn and the tokens that led to it."""
 
-    parent: Turn | None
+    parent: RecordedTurn | None
     context: tuple[int, ...]
     """Tokens since the parent's last one: templates, users, tools. The whole prompt if there is no parent."""
     sample: Sample
     meaning: LogProbMeaning
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[RecordedTurn]:
         """From the first turn of the conversation to this one."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
+        turns: list[RecordedTurn] = []
+        turn: RecordedTurn | None = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent
@@ -43,10 +43,10 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
+class TurnPrompt:
     """What a request of a session is answered from."""
 
-    parent: Turn | None
+    parent: RecordedTurn | None
     context: tuple[int, ...]
 
     @property
@@ -56,7 +56,7 @@ class Prompt:
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class RecordedSession:
     """The turns of one agent run. Used by one thread at a time."""
 
     session_id: str
@@ -64,13 +64,13 @@ class Session:
     """Sessions of the same task share it."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Goes into every trajectory, for reward functions."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[RecordedTurn] = field(default_factory=list)
     misses: int = 0
     """Requests with an assistant's turn that was not sampled here, or that the client or the template changed; the
     conversation was tokenised anew for them."""
-    _known: dict[str, Turn] = field(default_factory=dict)
+    _known: dict[str, RecordedTurn] = field(default_factory=dict)
 
-    def prompt(self, tokens: ChatTokens, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
+    def prompt(self, tokens: ChatTokens, messages: Sequence[Message], tools: Sequence[Any]) -> TurnPrompt:
         """The prompt for the next turn, on top of the longest recorded conversation that `messages` begin with."""
         hashes = digests(messages, tools)
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -82,21 +82,21 @@ class Session:
             context = tokens.continuation(messages, tools, turn=index, last_token_id=last)
             if context is not None:
                 self.misses += index != spoken[-1]
-                return Prompt(parent=turn, context=context)
+                return TurnPrompt(parent=turn, context=context)
         self.misses += bool(spoken)
-        return Prompt(parent=None, context=tokens.prompt(messages, tools))
+        return TurnPrompt(parent=None, context=tokens.prompt(messages, tools))
 
     def record(
         self,
-        prompt: Prompt,
+        prompt: TurnPrompt,
         sample: Sample,
         meaning: LogProbMeaning,
         *,
         messages: Sequence[Message],
         tools: Sequence[Any],
-    ) -> Turn:
+    ) -> RecordedTurn:
         """Keep a sampled turn; `messages` end with the answer as the client was told it."""
-        turn = Turn(parent=prompt.parent, context=prompt.context, sample=sample, meaning=meaning)
+        turn = RecordedTurn(parent=prompt.parent, context=prompt.context, sample=sample, meaning=meaning)
         self.turns.append(turn)
         self._known[digests(messages, tools)[-1]] = turn
         return turn
@@ -122,7 +122,9 @@ class Session:
                 made.append(self._trajectory(f"{self.session_id}/{len(made)}", path, chosen, meaning))
         return made
 
-    def _trajectory(self, name: str, path: list[Turn], chosen: set[int], meaning: LogProbMeaning) -> Trajectory:
+    def _trajectory(
+        self, name: str, path: list[RecordedTurn], chosen: set[int], meaning: LogProbMeaning
+    ) -> Trajectory:
         columns = list(zip(*_columns(path, chosen), strict=True))
         return Trajectory(
             sample_id=name,
@@ -137,7 +139,7 @@ class Session:
         )
 
 
-def _columns(path: list[Turn], chosen: set[int]) -> Iterator[tuple[int, bool, float, int]]:
+def _columns(path: list[RecordedTurn], chosen: set[int]) -> Iterator[tuple[int, bool, float, int]]:
     """(token, trained?, log-prob, version) of each position."""
     for turn in path:
         for token in turn.context:

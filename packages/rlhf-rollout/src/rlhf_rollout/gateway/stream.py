@@ -9,26 +9,26 @@ from typing import Any
 
 from rlhf_core import GenerationRequest, GenerationResult, Sample
 
-from rlhf_rollout.agents.turn_sampling import Generator
 from rlhf_rollout.gateway.answers import Answer, TextPieces
-from rlhf_rollout.gateway.sessions import Prompt, Session
+from rlhf_rollout.gateway.sessions import RecordedSession, TurnPrompt
+from rlhf_rollout.generator import Generator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ClientRequest:
     """One request of a client on its way."""
 
     answer: Answer
     generation: GenerationRequest
-    session: Session | None = None
-    prompt: Prompt | None = None
+    session: RecordedSession | None = None
+    prompt: TurnPrompt | None = None
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Any] = ()
 
 
 async def stream_chunks(
     backend: Generator,
-    work: Work,
+    work: ClientRequest,
     tell: Callable[[Sample, GenerationResult], Mapping[str, Any]],
     *,
     slice_tokens: int,
@@ -60,7 +60,7 @@ async def stream_chunks(
         yield answer.usage(result.samples)
 
 
-def _can_be_sliced(work: Work) -> bool:
+def _can_be_sliced(work: ClientRequest) -> bool:
     """Stops and tool calls may span slices, and a seed would give other tokens than in one piece."""
     sampling, generation = work.generation.sampling, work.generation
     return (

@@ -1,51 +1,12 @@
-"""Rewards from a model, and sums of rewards. `python_reward` has those from a function."""
+"""The weighted sum of several rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf_core import (
-    ConfigError,
-    DroppedSample,
-    RewardFunction,
-    Score,
-    Trajectory,
-    check_scores,
-    collate,
-)
+from rlhf_core import ConfigError, DroppedSample, RewardFunction, Score, Trajectory, check_scores
 
 from rlhf_rollout.concurrency import gather_or_cancel
-from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
-
-
-class ModelReward:
-    """RewardFunction from a reward model, which reads the very tokens that were sampled."""
-
-    def __init__(self, engine: Scorer, *, name: str = "reward model", min_rows: int = 1) -> None:
-        """`engine` is in the reward role; `min_rows` is what it needs at least: its ranks, if it has several."""
-        self.name = name
-        self._engine = JoinedScorer(engine, min_rows=min_rows)
-
-    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
-        """See RewardFunction; `texts` are not used.
-
-        Raises:
-            RewardError: the model gave a score that is not finite.
-        """
-        if not trajectories:
-            return []
-        # The temperature has no say in a row's score, so samples of several temperatures may share a batch.
-        batch = collate(trajectories, temperature=1.0)
-        outputs = await self._engine.score(batch, ("scores",))
-        if outputs.scores is None:
-            raise TypeError(f"{self.name}: the engine gave no `scores`; use one in the reward role")
-        scores = [Score(value=value) for value in outputs.scores.tolist()]
-        check_scores(scores, trajectories, source=self.name)
-        return scores
-
-    def close(self) -> None:
-        """End the thread that asks the model; the engine is left as it is."""
-        self._engine.close()
 
 
 class CombinedReward:

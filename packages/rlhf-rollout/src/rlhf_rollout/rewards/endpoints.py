@@ -83,7 +83,7 @@ class Endpoints:
         self._turns = itertools.count()
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def connections(self) -> AsyncIterator[EndpointConnections]:
         """Connections that are kept for the requests of one batch; belongs to the running event loop."""
         httpx, _, tls = _http()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.config.max_in_flight)
@@ -91,7 +91,7 @@ class Endpoints:
         async with httpx.AsyncClient(
             headers=self._headers, verify=tls, limits=limits, timeout=self.config.timeout_s, trust_env=False
         ) as client:
-            yield Session(self, client)
+            yield EndpointConnections(self, client)
 
     @property
     def room(self) -> asyncio.Semaphore:
@@ -117,8 +117,8 @@ class Endpoints:
             self._rests_until[url] = time.monotonic() + rest_s
 
 
-class Session:
-    """Open connections to the servers."""
+class EndpointConnections:
+    """Open connections to the servers of an `Endpoints`."""
 
     def __init__(self, endpoints: Endpoints, client: Any) -> None:
         self._endpoints = endpoints

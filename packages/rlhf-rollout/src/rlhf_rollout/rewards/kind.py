@@ -1,20 +1,70 @@
-"""What every kind of reward has in a configuration."""
+"""What every kind of reward has in a configuration, and what those with a model of their own have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from rlhf_core import ConfigError, DType, RewardFunction
+
+from rlhf_rollout.rewards.batched_scorer import Scorer
 from rlhf_rollout.rewards.faults import FailureHandling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighted:
-    """What every kind has. Not a part by itself."""
+class RewardConfig:
+    """Base of the kinds of rewards.
+
+    A kind is a frozen dataclass with a field `kind` (a Literal of its name, by which files tell it from the
+    others), its settings, and `make`; `rewards.parts` lists them.
+    """
 
     # Without slots of its own, it can stand beside a slotted configuration as a second base class.
     __slots__ = ()
 
     weight: float = 1.0
-    """Factor of its score in the sum; 0 only logs it."""
+    """Factor of the part's score in the sum of all parts; 0 only logs it."""
     on_failure: FailureHandling | None = None
-    """What happens when it fails; that of the whole reward if not given."""
+    """What happens when this part fails; None for what the whole reward says."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of servers of which one must be there when a run starts."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRewardConfig(RewardConfig):
+    """Base of the kinds whose model runs on ranks of its own. A launcher places the ranks and calls `make`."""
+
+    __slots__ = ()
+
+    reads_policy_tokens: ClassVar[bool] = False
+    """Whether the model reads the tokens that the policy sampled, so that both need the same vocabulary."""
+
+    path: str
+    """The model: a path, or else a hub name."""
+    ranks: int = 1
+    """Training-engine ranks of this model alone."""
+    engine: str | None = None
+    """Training engine that scores; None for the policy's."""
+    dtype: DType | None = None
+    """Numbers in which the model runs; None for the policy's."""
+    engine_options: Mapping[str, Any] | None = None
+    """Settings of the engine; None for the policy's."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"reward model {self.path!r}: ranks must be at least 1, got {self.ranks}")
+
+    def make(self, engine: Scorer, *, name: str, tokenizer: Any, policy_tokenizer: Any) -> RewardFunction:
+        """The reward.
+
+        Args:
+            engine: the model's ranks, as one engine in the reward role.
+            name: of the part, for messages.
+            tokenizer: the model's own; None where its directory has none and it reads the policy's tokens.
+            policy_tokenizer: the tokenizer that made the responses' texts.
+        """
+        raise NotImplementedError

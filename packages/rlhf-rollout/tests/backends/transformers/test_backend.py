@@ -24,7 +24,7 @@ from rlhf_core import (
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, broken_sync, sync
-from rlhf_rollout.backends.transformers.backend import TransformersBackend
+from rlhf_rollout import TransformersBackend
 
 
 class TestConformance(RolloutBackendConformance):

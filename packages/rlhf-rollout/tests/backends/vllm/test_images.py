@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from rlhf_core import CapabilityError, GenerationRequest, RolloutConfig, Sample, SamplingConfig
-from rlhf_rollout.backends.vllm.backend import VLLMBackend
+from rlhf_rollout import VLLMBackend
 from tiny_vision_model import save_tiny_vision_model
 
 pytestmark = pytest.mark.stack

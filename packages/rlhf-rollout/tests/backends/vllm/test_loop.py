@@ -125,34 +125,34 @@ def test_several_event_loops_may_wait_at_once(rig: Rig) -> None:
 
 
 def test_hold_freezes_and_release_goes_on(rig: Rig) -> None:
-    rig.call(lambda engine: rig.loop.hold(engine, abort=False))
+    rig.call(lambda engine: rig.loop.pause(engine, abort=False))
     future = rig.ask(2)
     rig.steps(10)
     assert not wait([future], timeout=0.05).done
-    rig.call(rig.loop.release)
+    rig.call(rig.loop.resume)
     assert future.result(10).tokens == [0, 1]
 
 
 def test_hold_with_abort_ends_requests_with_what_they_have(rig: Rig) -> None:
-    rig.call(lambda engine: rig.loop.hold(engine, abort=False))
+    rig.call(lambda engine: rig.loop.pause(engine, abort=False))
     short, long = rig.ask(2), rig.ask(9)
     rig.call(lambda engine: None)  # both have been added
     rig.steps(3)
-    rig.loop.call(rig.loop.release)
+    rig.loop.call(rig.loop.resume)
     assert short.result(10).tokens == [0, 1]
-    aborting = rig.loop.call(lambda engine: rig.loop.hold(engine, abort=True))
+    aborting = rig.loop.call(lambda engine: rig.loop.pause(engine, abort=True))
     rig.steps(1)  # if a step is waiting at the gate, it may end
     aborting.result(10)
     assert long.result(10).tokens in ([0, 1, 2], [0, 1, 2, 3])
     waiting = rig.ask(1)
     assert not wait([waiting], timeout=0.05).done
-    rig.call(rig.loop.release)
+    rig.call(rig.loop.resume)
     rig.steps(2)
     assert waiting.result(10).tokens == [0]
 
 
 def test_a_cancelled_request_leaves_the_engine(rig: Rig) -> None:
-    rig.call(lambda engine: rig.loop.hold(engine, abort=False))
+    rig.call(lambda engine: rig.loop.pause(engine, abort=False))
     future = rig.ask(5)
     assert rig.call(lambda engine: len(engine.output_processor.request_states)) == 1
     future.cancel()
@@ -170,14 +170,14 @@ def test_a_refused_request_harms_nobody(rig: Rig) -> None:
 
 
 def test_refuse_fails_waiting_and_later_requests_until_accept(rig: Rig) -> None:
-    rig.call(lambda engine: rig.loop.hold(engine, abort=False))
+    rig.call(lambda engine: rig.loop.pause(engine, abort=False))
     waiting = rig.ask(1)
     rig.call(lambda engine: rig.loop.refuse(engine, StaleWeightsError("sync first")))
     errors = [future.exception(10) for future in (waiting, rig.ask(1))]
     assert all(isinstance(error, StaleWeightsError) and str(error) == "sync first" for error in errors)
     assert errors[0] is not errors[1]
     rig.call(lambda engine: rig.loop.accept())
-    rig.call(rig.loop.release)
+    rig.call(rig.loop.resume)
     future = rig.ask(1)
     rig.steps(1)
     assert future.result(10).tokens == [0]
@@ -193,14 +193,14 @@ def test_an_error_of_a_command_belongs_to_its_caller(rig: Rig) -> None:
 
 
 def test_death_reaches_everyone_with_the_first_cause(rig: Rig) -> None:
-    rig.call(lambda engine: rig.loop.hold(engine, abort=False))
+    rig.call(lambda engine: rig.loop.pause(engine, abort=False))
     futures = [rig.ask(1), rig.ask(2)]
 
     def sabotage(engine: Any) -> None:
         engine.step = lambda: 1 / 0
 
     rig.call(sabotage)
-    rig.loop.call(rig.loop.release)
+    rig.loop.call(rig.loop.resume)
     for future in futures:
         error = future.exception(10)
         assert isinstance(error, EngineDiedError)
@@ -223,7 +223,7 @@ def test_a_command_may_declare_the_engine_dead(rig: Rig) -> None:
 
 
 def test_stop_fails_what_waits_and_may_be_called_twice(rig: Rig) -> None:
-    rig.call(lambda engine: rig.loop.hold(engine, abort=False))
+    rig.call(lambda engine: rig.loop.pause(engine, abort=False))
     future = rig.ask(1)
     rig.loop.stop()
     rig.loop.stop()

@@ -22,7 +22,7 @@ from rlhf_core import (
 )
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, connect, send_and_receive, sync
-from rlhf_rollout.backends.vllm.backend import VLLMBackend
+from rlhf_rollout import VLLMBackend
 
 pytestmark = pytest.mark.stack
 

@@ -10,7 +10,7 @@ import torch
 from rlhf_core import GenerationRequest, RolloutConfig, SamplingConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, sync
-from rlhf_rollout.backends.vllm.backend import VLLMBackend
+from rlhf_rollout import VLLMBackend
 
 pytestmark = pytest.mark.stack
 

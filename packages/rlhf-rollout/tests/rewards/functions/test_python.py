@@ -106,11 +106,8 @@ def test_it_runs_off_the_event_loops_thread():
 
 
 def test_by_path():
-    assert (
-        PythonReward("rlhf_rollout.rewards.kinds.math:exact_match").name
-        == "rlhf_rollout.rewards.kinds.math:exact_match"
-    )
-    assert values("rlhf_rollout.rewards.kinds.math:exact_match") == [1.0, 1.0, 0.0]
+    assert PythonReward("rlhf_rollout:exact_match").name == "rlhf_rollout:exact_match"
+    assert values("rlhf_rollout:exact_match") == [1.0, 1.0, 0.0]
 
 
 def test_no_trajectories_no_scores():

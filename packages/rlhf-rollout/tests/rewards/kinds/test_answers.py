@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from rlhf_core import RewardError, Trajectory
 from rlhf_rollout import PythonReward, exact_match, math_answer
-from rlhf_rollout.rewards.kinds.math import after_hashes
+from rlhf_rollout.rewards.kinds.answers import after_hashes
 
 
 @pytest.mark.parametrize(

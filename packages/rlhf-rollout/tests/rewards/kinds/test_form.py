@@ -26,7 +26,7 @@ def test_length():
 
 
 def test_options_reach_the_function_and_no_column_replaces_them():
-    reward = PythonReward("rlhf_rollout.rewards.kinds.text:format_match", options={"pattern": "a+"})
+    reward = PythonReward("rlhf_rollout:format_match", options={"pattern": "a+"})
     assert values(reward, ["aaa", "b"], pattern="b") == [1.0, 0.0]
     assert values(PythonReward(length_match, options={"high": 5}), ["x"]) == [1.0]
 

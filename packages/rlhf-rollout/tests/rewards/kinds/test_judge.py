@@ -3,7 +3,7 @@
 import pytest
 from reward_ground import score, servers, values
 from rlhf_core import ConfigError, DataError, RewardError, Score
-from rlhf_rollout import EndpointsConfig, JudgeConfig, JudgeReward
+from rlhf_rollout import EndpointsConfig, JudgeReward, JudgeRewardConfig
 
 
 def saying(text):
@@ -12,7 +12,7 @@ def saying(text):
 
 def judge(url, **changes) -> JudgeReward:
     endpoints = EndpointsConfig(urls=(url + "/v1",), backoff_s=0.01, attempts=2)
-    return JudgeReward(JudgeConfig(**{"endpoints": endpoints, "model": "judge", **changes}))
+    return JudgeReward(JudgeRewardConfig(**{"endpoints": endpoints, "model": "judge", **changes}))
 
 
 def test_a_rating_becomes_a_score():

@@ -52,7 +52,9 @@ def trajectory(text: str, prompt: str = "Q") -> Trajectory:
 
 
 def run(engine, text, **config):
-    reward = StepReward(engine, TOKENIZER, StepRewardConfig(placeholder="<|step|>", separator=";", **config))
+    reward = StepReward(
+        engine, TOKENIZER, StepRewardConfig(path="m", placeholder="<|step|>", separator=";", **config)
+    )
     (found,) = asyncio.run(reward.score([trajectory(text)], [text]))
     return found
 
@@ -105,11 +107,11 @@ def test_steps():
 
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="write one of min"):
-        StepRewardConfig(placeholder="x", aggregate="max")
+        StepRewardConfig(path="m", placeholder="x", aggregate="max")
     with pytest.raises(ConfigError, match="aggregate: mean"):
-        StepRewardConfig(placeholder="x", per_step=True)
+        StepRewardConfig(path="m", placeholder="x", per_step=True)
     with pytest.raises(ConfigError, match="'<none>' is no token"):
-        StepReward(Logits(), TOKENIZER, StepRewardConfig(placeholder="<none>"))
+        StepReward(Logits(), TOKENIZER, StepRewardConfig(path="m", placeholder="<none>"))
 
 
 def test_a_real_model_gives_what_its_head_says_at_the_placeholders(tmp_path):

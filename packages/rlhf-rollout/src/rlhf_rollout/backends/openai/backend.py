@@ -14,7 +14,8 @@ import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rlhf_core import (
     BackendCapabilities,
@@ -28,14 +29,47 @@ from rlhf_core import (
     PauseMode,
     RolloutConfig,
     WeightManifest,
+    config_from,
 )
 
 from rlhf_rollout.backends.openai.completions import completion_arguments, completion_sample, reason, translated
-from rlhf_rollout.backends.openai.options import read_options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenAIOptions:
+    """What `RolloutConfig.options` may hold for the openai backend."""
+
+    base_url: str
+    """For instance `http://127.0.0.1:8000/v1`."""
+    served_model: str | None = None
+    """The model's name on the server; `RolloutConfig.model` if not given."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the API key; the key itself belongs in no configuration file."""
+    log_probs: Literal["raw", "processed"] = "raw"
+    """Whether the server's log-probs are those of the model (`raw`, vLLM's default) or of the distribution that was
+    sampled from, after temperature and truncation (`processed`, vLLM's --logprobs-mode processed_logprobs, and this
+    package's gateway)."""
+    timeout_s: float = 600.0
+    """Deadline of a request."""
+    retries: int = 2
+    """Further attempts after a refused connection, a timeout, or the status 408, 409, 429 or 5xx, with back-off."""
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"rollout.options.base_url must be a URL like http://127.0.0.1:8000/v1, got {self.base_url!r}"
+            )
+        if self.log_probs not in ("raw", "processed"):
+            raise ConfigError(
+                f"rollout.options.log_probs must be 'raw' or 'processed', as the server gives them, got "
+                f"{self.log_probs!r}"
+            )
 
 
 class OpenAIBackend:
-    """RolloutBackend over a server's completions API. `config.options` are the fields of `RemoteOptions`.
+    """RolloutBackend over the completions API of a server that is not ours.
+
+    `config.options` are the fields of `OpenAIOptions`.
 
     Raises:
         ConfigError: no server at `base_url`, a wrong key, or a model that it does not serve.
@@ -45,13 +79,13 @@ class OpenAIBackend:
         import openai
 
         self._config = config
-        self._options = read_options(config)
+        self._options = config_from(OpenAIOptions, config.options, what="rollout.options (openai)")
         self._model = self._options.served_model or config.model
         self._version = 0
         self._closed = False
         # HTTP connections belong to one event loop, and each call of `generate` may come from another.
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="remote-rollout", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-rollout", daemon=True)
         self._thread.start()
         self._client = openai.AsyncOpenAI(
             base_url=self._options.base_url,
@@ -89,7 +123,7 @@ class OpenAIBackend:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and (task is None or not task.cancelling()):
-                raise EngineDiedError("the remote backend was closed during the request") from None
+                raise EngineDiedError("the openai backend was closed during the request") from None
             raise
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -128,7 +162,7 @@ class OpenAIBackend:
     def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         if self._closed:
             work.close()
-            raise EngineDiedError("the remote backend is closed")
+            raise EngineDiedError("the openai backend is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _shut_down(self) -> None:

@@ -1,6 +1,6 @@
 """Rollout by Transformers inside this process: the readable reference, for tests, debugging and small models.
 
-One thread owns the model: see `decoding_loop`. Sampling and caching are in `decoding`.
+One thread owns the model (`loop`); `decoder` grows a batch with cached states, `token_sampling` draws.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TransformersBackend:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See RolloutBackend."""
-        await self._between_steps(self._loop.abort if mode == "abort" else self._loop.halt)
+        await self._between_steps(lambda: self._loop.pause(abort=mode == "abort"))
 
     async def resume(self) -> None:
         """See RolloutBackend."""

@@ -105,15 +105,12 @@ class DecodingLoop:
         """Whether requests are refused."""
         return self._refusal is not None
 
-    def halt(self) -> None:
-        """Take no further step until `resume`."""
+    def pause(self, *, abort: bool) -> None:
+        """Take no further step until `resume`; with `abort`, end all requests now with the tokens they have."""
         with self._changed:
             self._paused = True
-
-    def abort(self) -> None:
-        """Halt, and end all requests with the tokens they have."""
-        with self._changed:
-            self._paused = True
+            if not abort:
+                return
             for draw in (draw for ticket in self._tickets for draw in ticket.draws):
                 draw.finish_reason = draw.finish_reason or "abort"
             self._waiting.clear()

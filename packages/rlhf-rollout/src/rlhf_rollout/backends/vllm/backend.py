@@ -1,6 +1,6 @@
 """Rollout backend on vLLM: continuous batching, prefix cache, tensor parallelism, native weight transfer.
 
-One vLLM engine runs in this process, on a thread of its own (`vllm_loop`). With `tensor_parallel_size` above 1
+One vLLM engine runs in this process, on a thread of its own (`loop`). With `tensor_parallel_size` above 1
 its workers are processes, otherwise the whole engine is in this one. Every `generate` call is one vLLM request
 for all `n` samples: vLLM batches across calls, and the samples share the prompt's computation (whole cache blocks).
 
@@ -29,7 +29,13 @@ from rlhf_core import (
 
 from rlhf_rollout.backends.vllm.engine import build_engine, shut_down_engine, steps_in_flight
 from rlhf_rollout.backends.vllm.loop import VLLMLoop
-from rlhf_rollout.backends.vllm.options import engine_arguments, env_vars, prepare_process, worker_count
+from rlhf_rollout.backends.vllm.options import (
+    VLLMOptions,
+    engine_arguments,
+    env_vars,
+    prepare_process,
+    worker_count,
+)
 from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
 from rlhf_rollout.backends.vllm.weights import EngineWeights
 from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers
@@ -41,11 +47,7 @@ _START_S = 120.0
 
 
 class VLLMBackend:
-    """RolloutBackend on vLLM. `config.options` are fields of vLLM's EngineArgs, and these:
-
-    `cpu_threads`: threads of the engine on CPU (1); best set through `env_vars` before the process
-    starts. `sleep_level`: with `enable_sleep_mode`, 1 keeps the weights in host memory while asleep (default),
-    2 drops them, and they must be sent before sampling goes on.
+    """RolloutBackend on vLLM. `config.options` are those of `VLLMOptions` and the fields of vLLM's EngineArgs.
 
     Raises:
         ConfigError: an unknown option, a device that the installed vLLM was not built for, or a model or setting
@@ -103,7 +105,7 @@ class VLLMBackend:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See RolloutBackend."""
-        await self._call(lambda engine: self._loop.hold(engine, abort=mode == "abort"))
+        await self._call(lambda engine: self._loop.pause(engine, abort=mode == "abort"))
 
     async def resume(self) -> None:
         """See RolloutBackend."""
@@ -149,10 +151,10 @@ class VLLMBackend:
 
     def _resume(self, engine: LLMEngine) -> None:
         self._weights.check_present(engine, self._loop)
-        self._loop.release(engine)
+        self._loop.resume(engine)
 
     def _sleep(self, engine: LLMEngine) -> None:
-        level = self._config.options.get("sleep_level", 1)
+        level = VLLMOptions.of(self._config).sleep_level
         engine.sleep(level=level, mode="keep")
         if level == 2:
             self._weights.drop()

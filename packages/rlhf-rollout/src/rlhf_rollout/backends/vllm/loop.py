@@ -62,7 +62,7 @@ class VLLMLoop:
         # Those below belong to the thread.
         self._ids = itertools.count()
         self._pending: dict[str, Future[RequestOutput]] = {}
-        self._held = False
+        self._paused = False
         self._refusal: Exception | None = None
         self._fatal: _Command | None = None
         ready: Future[None] = Future()
@@ -103,18 +103,18 @@ class VLLMLoop:
 
     # ------------------------------------------------------------ commands; on the thread, through `call`
 
-    def hold(self, engine: LLMEngine, *, abort: bool) -> None:
-        """Stop stepping; with `abort`, unfinished requests end now with the tokens they have."""
+    def pause(self, engine: LLMEngine, *, abort: bool) -> None:
+        """Take no further step until `resume`; with `abort`, end all requests now with the tokens they have."""
         self.settle(engine)
-        self._held = True
+        self._paused = True
         if abort:
             for request_id, done in list(self._pending.items()):
                 self._resolve(done, result=_abort(engine, request_id))
             self._pending.clear()
 
-    def release(self, engine: LLMEngine) -> None:
+    def resume(self, engine: LLMEngine) -> None:
         """Step again."""
-        self._held = False
+        self._paused = False
 
     def settle(self, engine: LLMEngine) -> None:
         """Collect the steps in flight, which there are between the stages of a pipeline."""
@@ -151,7 +151,7 @@ class VLLMLoop:
         try:
             while not self._stopping:
                 self._obey(engine)
-                if not self._held and not self._stopping and self._pending:
+                if not self._paused and not self._stopping and self._pending:
                     self._deliver(engine.step())
             self._end("the vLLM engine was closed")
         except BaseException as error:
@@ -163,7 +163,7 @@ class VLLMLoop:
 
     def _obey(self, engine: LLMEngine) -> None:
         """Run the waiting commands; wait for one if there is nothing to step for."""
-        idle = self._held or not self._pending
+        idle = self._paused or not self._pending
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get() if idle else self._commands.get_nowait()

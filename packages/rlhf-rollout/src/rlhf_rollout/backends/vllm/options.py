@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import gc
 import os
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_core import ConfigError, RolloutConfig
-
-OWN_OPTIONS = frozenset({"cpu_threads", "sleep_level"})
-"""Options that this package reads itself; all others are fields of vLLM's EngineArgs."""
+from rlhf_core import ConfigError, RolloutConfig, config_from, did_you_mean
 
 _FROM_CONFIG = frozenset(
     {"model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "seed", "trust_remote_code"}
@@ -33,6 +29,35 @@ _CPU_BLOCK = 32
 computes most prompts again for each sample; 32 is the smallest that its attention takes."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMOptions:
+    """The vllm backend's own entries of `RolloutConfig.options`; the others are fields of vLLM's EngineArgs."""
+
+    cpu_threads: int = 1
+    """Threads of the engine on a CPU. A process reads their number when it starts: see `env_vars`."""
+    sleep_level: int = 1
+    """With `enable_sleep_mode`, what a sleeping engine does with its weights: 1 keeps them in host memory, 2 drops
+    them, and they must be sent before sampling goes on."""
+
+    def __post_init__(self) -> None:
+        if self.cpu_threads < 1:
+            raise ConfigError(f"rollout option cpu_threads must be at least 1, got {self.cpu_threads!r}")
+        if self.sleep_level not in (1, 2):
+            raise ConfigError(
+                f"rollout option sleep_level must be 1 (weights wait in host memory) or 2 (weights are dropped and "
+                f"must be sent again), got {self.sleep_level!r}"
+            )
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> VLLMOptions:
+        """The backend's own options of a configuration."""
+        own = {name: value for name, value in config.options.items() if name in _OWN}
+        return config_from(cls, own, what="rollout.options (vllm)")
+
+
+_OWN = frozenset(field.name for field in dataclasses.fields(VLLMOptions))
+
+
 def env_vars(config: RolloutConfig) -> dict[str, str]:
     """Variables to set before a process that will hold this backend starts.
 
@@ -47,7 +72,7 @@ def env_vars(config: RolloutConfig) -> dict[str, str]:
     }
     if config.device == "cpu":
         variables |= {
-            "OMP_NUM_THREADS": str(config.options.get("cpu_threads", 1)),
+            "OMP_NUM_THREADS": str(VLLMOptions.of(config).cpu_threads),
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
@@ -105,7 +130,7 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         arguments |= {"enable_lora": True, "max_lora_rank": _adapter_room(config.adapter_rank)}
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)
-    return arguments | {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
+    return arguments | {name: value for name, value in config.options.items() if name not in _OWN}
 
 
 def _adapter_room(rank: int) -> int:
@@ -124,22 +149,16 @@ def _adapter_room(rank: int) -> int:
 def _check_options(config: RolloutConfig) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)} | OWN_OPTIONS
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | _OWN
     for name in config.options:
         if name in _FROM_CONFIG:
             raise ConfigError(f"rollout option {name!r} is a field of RolloutConfig; set it there, not in options")
         if name in _FIXED:
             raise ConfigError(f"rollout option {name!r} is set by the vllm backend: {_FIXED[name]}; remove it")
         if name not in known:
-            close = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see the fields of vLLM's EngineArgs"
-            raise ConfigError(f"the vllm backend has no option {name!r}; {hint}")
-    if config.options.get("sleep_level", 1) not in (1, 2):
-        raise ConfigError(
-            f"rollout option sleep_level must be 1 (weights wait in host memory) or 2 (weights are dropped and "
-            f"must be sent again), got {config.options['sleep_level']!r}"
-        )
-    if config.adapter_rank and config.options.get("sleep_level", 1) == 2:
+            hint = did_you_mean(name, known) or "see the fields of vLLM's EngineArgs"
+            raise ConfigError(f"the vllm backend has no option {name!r}; {hint.strip()}")
+    if VLLMOptions.of(config).sleep_level == 2 and config.adapter_rank:
         raise ConfigError("rollout option sleep_level=2 drops the weights that adapters belong to; use level 1")
 
 

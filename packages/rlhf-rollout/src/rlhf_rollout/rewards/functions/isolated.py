@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core import ConfigError, PluginError, RewardError, Score, Trajectory, check_scores
+from rlhf_core import ConfigError, PluginError, RewardError, RewardFunction, Score, Trajectory, check_scores
 
-from rlhf_rollout.rewards.isolated_worker import read_message, write_message
-from rlhf_rollout.rewards.too_slow import RewardTooSlow
+from rlhf_rollout.rewards.functions.isolated_worker import main, read_message, write_message
+from rlhf_rollout.rewards.functions.python import PythonReward, RewardTooSlow
 
 START_TIMEOUT_S = 120.0
 """Deadline for a worker to import its function."""
@@ -29,23 +29,23 @@ class IsolatedRewardConfig:
     """A function and the processes that run it."""
 
     function: str
-    """`module:function`, see PythonReward. Its module is imported in the workers alone."""
+    """`module:function`; see PythonReward for how it is called. Its module is imported in the processes alone."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the function."""
+    """Further keyword arguments of the function, the same in every call."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Parameter of the function: the data's column that it takes, where their names differ."""
     prepare: str | None = None
-    """`module:function` without arguments that every worker calls before its first batch, outside the deadline: to
-    load what takes long."""
+    """`module:function` without arguments that every process calls before its first batch, outside the deadline:
+    to load what takes long."""
     timeout_s: float = 60.0
-    """Deadline of one batch, from the moment that a worker takes it."""
+    """Deadline for the samples of one prompt (one batch)."""
     workers: int = 1
-    """Processes, and so batches at the same time; further ones wait."""
+    """Processes, and so batches at the same time; further batches wait."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.workers < 1:
             raise ConfigError(
-                f"process reward: needs timeout_s > 0 and workers >= 1, got {self.timeout_s} and {self.workers}"
+                f"isolated reward: needs timeout_s > 0 and workers >= 1, got {self.timeout_s} and {self.workers}"
             )
 
 
@@ -147,7 +147,7 @@ class _Worker:
     def __init__(self) -> None:
         # A session of its own, so that killing it kills what the function has started too.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from rlhf_rollout.rewards.isolated_worker import main; main()"],
+            [sys.executable, "-c", f"from {main.__module__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -207,3 +207,39 @@ def _introduce(worker: _Worker, config: IsolatedRewardConfig, name: str) -> froz
         worker.kill()
         raise PluginError(f"reward worker: {content}")
     return frozenset(columns)
+
+
+def open_function(
+    config: IsolatedRewardConfig, *, name: str, isolated: bool
+) -> tuple[RewardFunction, frozenset[str]]:
+    """The function as a reward, and the columns of the data that it needs.
+
+    Args:
+        config: the function and how it is called.
+        name: of the reward, for messages.
+        isolated: True starts a process that imports the function now; False imports it here, and `prepare` and
+            `workers` have no meaning.
+
+    Raises:
+        PluginError: the function cannot be imported, or has the wrong signature.
+    """
+    if not isolated:
+        here = PythonReward(
+            config.function,
+            name=name,
+            options=config.options,
+            columns=config.columns,
+            timeout_s=config.timeout_s,
+        )
+        return here, here.columns
+    reward = IsolatedReward(config, name=name)
+    try:
+        return reward, reward.check()
+    except BaseException:
+        reward.close()
+        raise
+
+
+def import_path(function: Callable[..., Any]) -> str:
+    """The `module:function` path of a function that stands at the top of its module."""
+    return f"{function.__module__}:{function.__qualname__}"

@@ -1,4 +1,4 @@
-"""The program of a reward's worker process, which `process_reward` starts.
+"""The program of a reward's worker process, which `isolated` starts.
 
 Messages are pickles with their length in front, on the pipes that were standard input and output; what the
 function prints goes to standard error. Both ends are the same user's processes on one machine.
@@ -12,6 +12,10 @@ import pickle
 import struct
 import sys
 from typing import Any, BinaryIO
+
+from rlhf_core import RewardError, load_object
+
+from rlhf_rollout.rewards.functions.python import PythonReward
 
 _LENGTH = struct.Struct(">Q")
 
@@ -41,10 +45,6 @@ def read_message(pipe: BinaryIO) -> Any:
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Make the reward that the first message describes, then score batches until the pipe ends."""
-    from rlhf_core import RewardError, load_object
-
-    from rlhf_rollout.rewards.function import PythonReward
-
     try:
         setup = read_message(source)
         prepare = setup.pop("prepare")

@@ -11,8 +11,11 @@ from typing import Any
 
 from rlhf_core import PluginError, RewardError, Score, Trajectory, check_scores, load_object
 
-from rlhf_rollout.rewards.signature import HOW_TO, check_renamed, read_signature, with_options
-from rlhf_rollout.rewards.too_slow import RewardTooSlow
+from rlhf_rollout.rewards.functions.signature import HOW_TO, check_renamed, read_signature, with_options
+
+
+class RewardTooSlow(RewardError):
+    """A reward missed its deadline."""
 
 
 class PythonReward:

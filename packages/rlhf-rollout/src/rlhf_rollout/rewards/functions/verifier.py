@@ -1,25 +1,22 @@
-"""Rewards whose work grows with what the model wrote: a response that takes too long to judge is wrong."""
+"""Verifiers, whose work grows with what the model wrote: a response that takes too long to judge scores 0."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core import DroppedSample, RewardError, RewardFunction, Score, Trajectory
+from rlhf_core import DroppedSample, RewardFunction, Score, Trajectory
 
 from rlhf_rollout.concurrency import gather_or_cancel
-
-
-class RewardTooSlow(RewardError):
-    """A reward missed its deadline."""
+from rlhf_rollout.rewards.functions.isolated import IsolatedRewardConfig, open_function
+from rlhf_rollout.rewards.functions.python import RewardTooSlow
 
 
 class ZeroIfTooSlow:
-    """RewardFunction around one that raises RewardTooSlow: the samples that it cannot judge in time score 0.
+    """RewardFunction around a verifier: samples that it cannot judge before its deadline score 0.
 
-    A batch that misses the deadline is scored again, each sample by itself. Component: `too_slow`.
-
-    For verifiers alone: a model can write an expression or a text that takes for ever to compare, and must neither
-    stop the run nor be spared the bad score by doing so.
+    A model can write an expression or a text that takes for ever to compare. It must neither stop the run nor be
+    spared the bad score by doing so. A batch whose verifier raises RewardTooSlow is scored again, each sample by
+    itself. Component: `too_slow`.
     """
 
     def __init__(self, reward: RewardFunction, *, name: str) -> None:
@@ -38,7 +35,7 @@ class ZeroIfTooSlow:
         return [_in_time(score) for score in scores]
 
     def close(self) -> None:
-        """Close the reward in it."""
+        """Close the verifier."""
         if (close := getattr(self._reward, "close", None)) is not None:
             close()
 
@@ -47,3 +44,14 @@ def _in_time(score: Score | DroppedSample) -> Score | DroppedSample:
     if isinstance(score, DroppedSample):
         return score
     return Score(value=score.value, components={**score.components, "too_slow": 0.0}, rewards=score.rewards)
+
+
+def open_verifier(
+    config: IsolatedRewardConfig, *, name: str, isolated: bool
+) -> tuple[RewardFunction, frozenset[str]]:
+    """A function whose work a response can make endless as a reward, and the columns of the data that it needs.
+
+    Only a function in processes of its own can be ended: without `isolated`, a hanging one is an error.
+    """
+    reward, columns = open_function(config, name=name, isolated=isolated)
+    return (ZeroIfTooSlow(reward, name=name) if isolated else reward), columns

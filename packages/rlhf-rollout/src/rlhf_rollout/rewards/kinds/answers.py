@@ -1,16 +1,81 @@
-"""Verifiable rewards for answers: symbolic equality of mathematics, or equality of text. Use as `module:function`.
+"""Verifiable rewards for answers: symbolic equality of mathematics, equality and likeness of text.
 
-reward.function = "rlhf_rollout.rewards.kinds.math:math_answer"
+As functions, for instance `reward.function: rlhf_rollout:math_answer`, and as kinds of reward.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_core import PluginError
+from rlhf_core import PluginError, RewardFunction
+
+from rlhf_rollout.rewards.functions.isolated import IsolatedRewardConfig, import_path
+from rlhf_rollout.rewards.functions.python import PythonReward
+from rlhf_rollout.rewards.functions.verifier import open_verifier
+from rlhf_rollout.rewards.kind import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MathRewardConfig(RewardConfig):
+    """1 if the response's final answer equals the gold one mathematically, else 0 (see `math_answer`)."""
+
+    kind: Literal["math"] = "math"
+    answer: str = "answer"
+    """Column of the gold answer."""
+    timeout_s: float = 10.0
+    """Deadline for the samples of one prompt. A sample that takes that long by itself scores 0."""
+    isolated: bool = True
+    """Compare in processes that can be killed. Without, an expression like 9^9^9^9 stops the whole run."""
+    workers: int = 1
+    """Processes, if isolated."""
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs."""
+        check_math_verify()
+        config = IsolatedRewardConfig(
+            function=import_path(math_answer),
+            columns={"answer": self.answer},
+            prepare=import_path(load_math_verify),
+            timeout_s=self.timeout_s,
+            workers=self.workers,
+        )
+        return open_verifier(config, name=name, isolated=self.isolated)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactRewardConfig(RewardConfig):
+    """1 if the response, or what follows its `####`, is the gold answer, else 0."""
+
+    kind: Literal["exact"] = "exact"
+    answer: str = "answer"
+    """Column of the gold answer."""
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs."""
+        return PythonReward(exact_match, name=name, columns={"answer": self.answer}), frozenset({self.answer})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FuzzyRewardConfig(RewardConfig):
+    """Similarity to the gold answer in [0, 1] (see `fuzzy_match`)."""
+
+    kind: Literal["fuzzy"] = "fuzzy"
+    answer: str = "answer"
+    """Column of the gold answer."""
+    threshold: float = 0.0
+    """0 below this similarity."""
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs."""
+        reward = PythonReward(
+            fuzzy_match, name=name, options={"threshold": self.threshold}, columns={"answer": self.answer}
+        )
+        return reward, frozenset({self.answer})
 
 
 def math_answer(completion: str, answer: str, **columns: Any) -> float:
@@ -42,6 +107,19 @@ def exact_match(completion: str, answer: str, **columns: Any) -> float:
     (1.0, 0.0)
     """
     return float(after_hashes(completion).strip() == after_hashes(answer).strip())
+
+
+def fuzzy_match(completion: str, answer: str, *, threshold: float = 0.0, **columns: Any) -> float:
+    """Similarity of completion and gold answer in [0, 1] (Ratcliff/Obershelp), 0 below `threshold`.
+
+    Case and runs of space do not count; of a text with `####`, what follows it is compared.
+
+    >>> fuzzy_match("The  Eiffel tower", "the Eiffel Tower"), fuzzy_match("abcd", "bcde"), fuzzy_match("x", "y")
+    (1.0, 0.75, 0.0)
+    """
+    left, right = (" ".join(after_hashes(text).casefold().split()) for text in (completion, answer))
+    ratio = difflib.SequenceMatcher(None, left, right, autojunk=False).ratio()
+    return ratio if ratio >= threshold else 0.0
 
 
 def after_hashes(text: str) -> str:

@@ -8,19 +8,21 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_core import ConfigError, DataError, Score, Trajectory
+from rlhf_core import ConfigError, DataError, RewardFunction, Score, Trajectory
 
+from rlhf_rollout.rewards.kind import RewardConfig
 from rlhf_rollout.rewards.sandbox import ProgramLimits, ProgramResult, run_program
 
 _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CodeRewardConfig:
-    """Where the tests are and how they are run."""
+class CodeRewardConfig(RewardConfig):
+    """The response's program against tests: where the tests are and how they are run."""
 
+    kind: Literal["code"] = "code"
     column: str = "tests"
     """Column with the tests of a prompt: Python source (asserts) that is run after the program, or a list of
     {"input", "output"} of which the program gets the one on standard input and must print the other."""
@@ -34,6 +36,10 @@ class CodeRewardConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"code reward: workers must be at least 1, got {self.workers}")
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs."""
+        return CodeReward(self, name=name), frozenset({self.column})
 
 
 class CodeReward:

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from rlhf_core import Score, Trajectory
+from rlhf_core import RewardFunction, Score, Trajectory
+
+from rlhf_rollout.rewards.kind import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentRewardConfig(RewardConfig):
+    """What the environment of an agent's episodes gave, turn by turn."""
+
+    kind: Literal["environment"] = "environment"
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs: none."""
+        return EnvironmentReward(), frozenset()
 
 
 class EnvironmentReward:

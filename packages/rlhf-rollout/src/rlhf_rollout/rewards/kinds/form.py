@@ -1,19 +1,70 @@
-"""Rule-based rewards from the text alone. Use as `module:function`; what is keyword-only is an option.
-
-reward.function = "rlhf_rollout.rewards.kinds.text:format_match", reward.options = {pattern: "<think>.*</think>.*"}
-"""
+"""Rewards for the form of a response: a regular expression, a length. As functions and as kinds of reward."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_core import ConfigError
+from rlhf_core import ConfigError, RewardFunction
 
-from rlhf_rollout.rewards.kinds.math import after_hashes
+from rlhf_rollout.rewards.functions.isolated import IsolatedRewardConfig, import_path
+from rlhf_rollout.rewards.functions.python import PythonReward
+from rlhf_rollout.rewards.functions.verifier import open_verifier
+from rlhf_rollout.rewards.kind import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegexRewardConfig(RewardConfig):
+    """1 if the response has the form of a regular expression, else 0."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: str
+    """A dot matches line breaks too; space around the response does not count."""
+    whole: bool = True
+    """Match all of the response; false looks for the pattern anywhere in it."""
+    timeout_s: float = 10.0
+    """Deadline for the samples of one prompt, if isolated. A sample that takes that long by itself scores 0."""
+    isolated: bool = False
+    """Match in a process that can be killed: for patterns that may backtrack without end."""
+    workers: int = 1
+    """Processes, if isolated."""
+
+    def __post_init__(self) -> None:
+        compile_pattern(self.pattern)
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs: none."""
+        config = IsolatedRewardConfig(
+            function=import_path(format_match),
+            options={"pattern": self.pattern, "whole": self.whole},
+            timeout_s=self.timeout_s,
+            workers=self.workers,
+        )
+        return open_verifier(config, name=name, isolated=self.isolated)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthRewardConfig(RewardConfig):
+    """1 for a response of `low` to `high` tokens, falling linearly to 0 over `slack` tokens outside."""
+
+    kind: Literal["length"] = "length"
+    low: int = 0
+    high: int
+    slack: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high or self.slack < 1:
+            raise ConfigError(
+                f"length: needs 0 <= low <= high and slack >= 1, got {self.low}, {self.high}, {self.slack}"
+            )
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs: none."""
+        options = {"low": self.low, "high": self.high, "slack": self.slack}
+        return PythonReward(length_match, name=name, options=options), frozenset()
 
 
 def format_match(completion: str, *, pattern: str, whole: bool = True, **columns: Any) -> float:
@@ -25,7 +76,7 @@ def format_match(completion: str, *, pattern: str, whole: bool = True, **columns
         whole: match all of the completion; False looks for the pattern anywhere in it.
         columns: the data's other columns, not used.
 
-    Patterns that backtrack without end are cut off by the reward's deadline only in a `IsolatedReward`.
+    Patterns that backtrack without end are cut off by the reward's deadline only in an `IsolatedReward`.
 
     >>> form = "<think>.*</think>.*"
     >>> format_match("<think>6 * 7</think> 42", pattern=form), format_match("42", pattern=form)
@@ -34,19 +85,6 @@ def format_match(completion: str, *, pattern: str, whole: bool = True, **columns
     expression = compile_pattern(pattern)
     text = completion.strip()
     return float(bool(expression.fullmatch(text) if whole else expression.search(text)))
-
-
-def fuzzy_match(completion: str, answer: str, *, threshold: float = 0.0, **columns: Any) -> float:
-    """Similarity of completion and gold answer in [0, 1] (Ratcliff/Obershelp), 0 below `threshold`.
-
-    Case and runs of space do not count; of a text with `####`, what follows it is compared.
-
-    >>> fuzzy_match("The  Eiffel tower", "the Eiffel Tower"), fuzzy_match("abcd", "bcde"), fuzzy_match("x", "y")
-    (1.0, 0.75, 0.0)
-    """
-    left, right = (" ".join(after_hashes(text).casefold().split()) for text in (completion, answer))
-    ratio = difflib.SequenceMatcher(None, left, right, autojunk=False).ratio()
-    return ratio if ratio >= threshold else 0.0
 
 
 def length_match(
@@ -68,7 +106,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression, in which a dot matches line breaks too.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `pattern` is not a regular expression.
     """
     try:
         return re.compile(pattern, re.DOTALL)

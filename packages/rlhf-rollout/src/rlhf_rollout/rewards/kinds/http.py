@@ -4,25 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_core import ConfigError, RewardError, Score, Trajectory, check_scores
+from rlhf_core import ConfigError, RewardError, RewardFunction, Score, Trajectory, check_scores
 
 from rlhf_rollout.concurrency import gather_or_cancel
 from rlhf_rollout.rewards.endpoints import Endpoints, EndpointsConfig
+from rlhf_rollout.rewards.kind import RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HTTPRewardConfig:
-    """Where the service is and how batches are cut."""
+class HTTPRewardConfig(RewardConfig):
+    """A service that scores; see HTTPReward for the messages."""
 
+    kind: Literal["http"] = "http"
     endpoints: EndpointsConfig
+    """The servers, and how patiently they are asked."""
     batch_size: int = 0
     """Samples per request; 0 gives every server one equal share of a batch."""
+    columns: tuple[str, ...] = ()
+    """Columns that the service counts on: a row without one is refused at the start. It gets all columns anyway."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 0:
             raise ConfigError(f"HTTP reward: batch_size must be 0 or positive, got {self.batch_size}")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """See RewardConfig."""
+        return self.endpoints.urls
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs."""
+        return HTTPReward(self, name=name), frozenset(self.columns)
 
 
 class HTTPReward:
@@ -49,12 +63,12 @@ class HTTPReward:
         """
         size = self._config.batch_size or -(-len(trajectories) // len(self._config.endpoints.urls))
         starts = range(0, len(trajectories), size) if trajectories else ()
-        async with self._endpoints.session() as session:
+        async with self._endpoints.connections() as servers:
 
             async def ask(start: int) -> list[Score]:
                 part = trajectories[start : start + size]
                 names = tuple(trajectory.sample_id for trajectory in part)
-                answer = await session.post(request_body(part, texts[start : start + size]), sample_ids=names)
+                answer = await servers.post(request_body(part, texts[start : start + size]), sample_ids=names)
                 scores = read_scores(answer, part, source=self.name)
                 check_scores(scores, part, source=self.name)
                 return scores

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_core import ConfigError, DataError, RewardError, Score, Trajectory
+from rlhf_core import ConfigError, DataError, RewardError, RewardFunction, Score, Trajectory
 
 from rlhf_rollout.concurrency import gather_or_cancel
-from rlhf_rollout.rewards.endpoints import Endpoints, EndpointsConfig, Session
+from rlhf_rollout.rewards.endpoints import EndpointConnections, Endpoints, EndpointsConfig
+from rlhf_rollout.rewards.kind import RewardConfig
 
 TEMPLATE = """\
 You judge how well a response does what was asked.
@@ -29,12 +30,14 @@ _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeConfig:
-    """The judge, what it is asked, and how its rating is read."""
+class JudgeRewardConfig(RewardConfig):
+    """A language model as the judge: where it is, what it is asked, and how its rating is read."""
 
+    kind: Literal["judge"] = "judge"
     endpoints: EndpointsConfig
-    """Base addresses up to and including `/v1`."""
+    """Base addresses of the servers, up to and including `/v1`."""
     model: str
+    """The judge's name on the servers."""
     template: str = TEMPLATE
     """The message to the judge; `{prompt}`, `{completion}` and any column of the data are filled in."""
     system: str | None = None
@@ -60,6 +63,15 @@ class JudgeConfig:
         if groups < 1:
             raise ConfigError(f"judge: pattern {self.pattern!r} has no group; put the rating in parentheses")
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """See RewardConfig."""
+        return self.endpoints.urls
+
+    def make(self, name: str) -> tuple[RewardFunction, frozenset[str]]:
+        """The reward and the columns of the data that it needs: those that the template names."""
+        return JudgeReward(self, name=name), template_columns(self.template)
+
 
 class JudgeReward:
     """RewardFunction from a judge's ratings, one request per sample. Needs the extra `http`.
@@ -68,7 +80,7 @@ class JudgeReward:
     cheat: the last rating of the *answer* counts, and the response stands before the instructions.
     """
 
-    def __init__(self, config: JudgeConfig, *, name: str = "judge") -> None:
+    def __init__(self, config: JudgeRewardConfig, *, name: str = "judge") -> None:
         self.name = name
         self._config = config
         self._endpoints = Endpoints(config.endpoints, name=name)
@@ -80,11 +92,11 @@ class JudgeReward:
             RewardError: the judge did not answer, or gave no rating on the scale; names the sample.
             DataError: the template names a column that a sample does not have.
         """
-        async with self._endpoints.session() as session:
-            calls = [self._judge(session, t, text) for t, text in zip(trajectories, texts, strict=True)]
+        async with self._endpoints.connections() as servers:
+            calls = [self._judge(servers, t, text) for t, text in zip(trajectories, texts, strict=True)]
             return await gather_or_cancel(calls)
 
-    async def _judge(self, session: Session, trajectory: Trajectory, text: str) -> Score:
+    async def _judge(self, servers: EndpointConnections, trajectory: Trajectory, text: str) -> Score:
         config, names = self._config, (trajectory.sample_id,)
         messages = [{"role": "user", "content": _fill(config.template, trajectory, text)}]
         if config.system is not None:
@@ -96,7 +108,7 @@ class JudgeReward:
             "max_tokens": config.max_tokens,
             **config.options,
         }
-        answer = await session.post(body, path="/chat/completions", sample_ids=names)
+        answer = await servers.post(body, path="/chat/completions", sample_ids=names)
         try:
             said = answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:

@@ -1,56 +1,55 @@
-"""Kinds of rewards with a model on ranks of its own: the configuration alone; a launcher places the ranks."""
+"""Scores from a reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from rlhf_core import ConfigError, DType
+from rlhf_core import RewardFunction, Score, Trajectory, check_scores, collate
 
-from rlhf_rollout.rewards.kind import Weighted
-from rlhf_rollout.rewards.kinds.steps import StepRewardConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnRanks(Weighted):
-    """What the kinds with a model of their own have. Not a part by itself."""
-
-    __slots__ = ()
-
-    path: str
-    """A path is tried first, then a hub name."""
-    ranks: int = 1
-    """Ranks of its own."""
-    engine: str | None = None
-    """The policy's training engine if not given."""
-    dtype: DType | None = None
-    """The policy's if not given."""
-    engine_options: Mapping[str, Any] | None = None
-    """Settings of the engine; those of the policy if not given."""
+from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
+from rlhf_rollout.rewards.kind import EngineRewardConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelPart(OnRanks):
-    """A reward model: sequence classification with one label. It reads the sampled tokens: same vocabulary."""
+class ModelRewardConfig(EngineRewardConfig):
+    """A reward model: sequence classification with one label, over the policy's vocabulary."""
+
+    reads_policy_tokens: ClassVar[bool] = True
 
     kind: Literal["model"] = "model"
 
-    def __post_init__(self) -> None:
-        _check_ranks(self)
+    def make(self, engine: Scorer, *, name: str, tokenizer: Any, policy_tokenizer: Any) -> RewardFunction:
+        """See EngineRewardConfig."""
+        return ModelReward(engine, name=name, min_rows=self.ranks)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepsPart(StepRewardConfig, OnRanks):
-    """A process reward model, which judges every step of a response (see StepReward)."""
+class ModelReward:
+    """RewardFunction from a reward model, which reads the very tokens that were sampled."""
 
-    kind: Literal["steps"] = "steps"
+    def __init__(self, engine: Scorer, *, name: str = "reward model", min_rows: int = 1) -> None:
+        """`engine` is in the reward role; `min_rows` is what it needs at least: its ranks, if it has several."""
+        self.name = name
+        self._engine = JoinedScorer(engine, min_rows=min_rows)
 
-    def __post_init__(self) -> None:
-        StepRewardConfig.__post_init__(self)
-        _check_ranks(self)
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
+        """See RewardFunction; `texts` are not used.
 
+        Raises:
+            RewardError: the model gave a score that is not finite.
+        """
+        if not trajectories:
+            return []
+        # The temperature has no say in a row's score, so samples of several temperatures may share a batch.
+        batch = collate(trajectories, temperature=1.0)
+        outputs = await self._engine.score(batch, ("scores",))
+        if outputs.scores is None:
+            raise TypeError(f"{self.name}: the engine gave no `scores`; use one in the reward role")
+        scores = [Score(value=value) for value in outputs.scores.tolist()]
+        check_scores(scores, trajectories, source=self.name)
+        return scores
 
-def _check_ranks(part: OnRanks) -> None:
-    if part.ranks < 1:
-        raise ConfigError(f"reward model {part.path!r}: ranks must be at least 1, got {part.ranks}")
+    def close(self) -> None:
+        """End the thread that asks the model; the engine is left as it is."""
+        self._engine.close()

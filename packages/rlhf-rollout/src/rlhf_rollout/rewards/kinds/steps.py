@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rlhf_core import Batch, ConfigError, Score, Trajectory, check_scores, pad_rows
+from rlhf_core import Batch, ConfigError, RewardFunction, Score, Trajectory, check_scores, pad_rows
 
 from rlhf_rollout.rewards.batched_scorer import JoinedScorer, Scorer
+from rlhf_rollout.rewards.kind import EngineRewardConfig
 
 Aggregate = Literal["min", "product", "mean", "last"]
 _AGGREGATES: Mapping[Aggregate, Callable[[Sequence[float]], float]] = {
@@ -24,9 +25,10 @@ _AGGREGATES: Mapping[Aggregate, Callable[[Sequence[float]], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepRewardConfig:
-    """How a response is cut into steps and what becomes of their values."""
+class StepRewardConfig(EngineRewardConfig):
+    """A process reward model, how a response is cut into steps for it, and what becomes of the steps' values."""
 
+    kind: Literal["steps"] = "steps"
     placeholder: str
     """Special token behind each step at which the model was trained to judge it."""
     separator: str = "\n\n"
@@ -39,6 +41,7 @@ class StepRewardConfig:
     `mean`)."""
 
     def __post_init__(self) -> None:
+        EngineRewardConfig.__post_init__(self)
         if self.aggregate not in _AGGREGATES:
             raise ConfigError(
                 f"step reward: aggregate {self.aggregate!r} is unknown; write one of {', '.join(_AGGREGATES)}"
@@ -49,6 +52,10 @@ class StepRewardConfig:
             raise ConfigError(
                 "step reward: only a mean is a sum of the steps' shares; write aggregate: mean, or per_step: false"
             )
+
+    def make(self, engine: Scorer, *, name: str, tokenizer: Any, policy_tokenizer: Any) -> RewardFunction:
+        """See EngineRewardConfig."""
+        return StepReward(engine, tokenizer, self, policy_tokenizer=policy_tokenizer, name=name)
 
 
 class StepReward:
@@ -67,16 +74,14 @@ class StepReward:
         *,
         policy_tokenizer: Any = None,
         name: str = "steps",
-        min_rows: int = 1,
     ) -> None:
         """`engine` has a scalar head (role `reward` or `critic`); `tokenizer` is the model's own.
 
-        `policy_tokenizer` is the one that made `texts`, if it is another; only `per_step` needs it. `min_rows` is
-        what the engine needs at least: its ranks, if it has several.
+        `policy_tokenizer` is the one that made `texts`, if it is another; only `per_step` needs it.
         """
         self.name = name
         self._policy_tokenizer = policy_tokenizer or tokenizer
-        self._engine = JoinedScorer(engine, min_rows=min_rows)
+        self._engine = JoinedScorer(engine, min_rows=config.ranks)
         self._tokenizer = tokenizer
         self._config = config
         placeholder = tokenizer.convert_tokens_to_ids(config.placeholder)

@@ -18,35 +18,14 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from rlhf_rollout.backends.vllm.worker.transfer import WeightSyncExtension
-
 POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="received over a weight link")
 """Named by every request to an engine that takes adapters. It is never loaded from its path."""
 
 
-class AdapterExtension(WeightSyncExtension):
-    """Further methods of vLLM's worker class; failures are returned, see `WeightSyncExtension`."""
-
-    def rlhf_empty_adapter(self) -> tuple[str, str] | None:
-        """Put an adapter of zeros in the place of the policy's."""
-        worker: Any = self
-        try:
-            manager = worker.model_runner.lora_manager
-            manager.remove_adapter(POLICY.lora_int_id)
-            manager.add_dummy_lora(POLICY, rank=1)
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
-
-    def rlhf_receive_adapter(self, manifest: dict[str, Any]) -> tuple[str, str] | None:
-        """Receive an adapter over the weight link and put it in the place of the policy's."""
-        worker: Any = self
-        try:
-            receiver = worker.weight_transfer_engine._receiver
-            install(worker.model_runner.lora_manager, WeightManifest.from_dict(manifest), receiver)
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
+def empty(lora_manager: Any) -> None:
+    """Put an adapter of zeros in the place of the policy's."""
+    lora_manager.remove_adapter(POLICY.lora_int_id)
+    lora_manager.add_dummy_lora(POLICY, rank=1)
 
 
 def install(lora_manager: Any, manifest: WeightManifest, receiver: Receiver | None) -> None:

@@ -61,7 +61,8 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
     init_info_cls = LinkInfo
     update_info_cls = ManifestInfo
 
-    _receiver: Receiver | None = None
+    receiver: Receiver | None = None
+    """The link's end in this worker, once connected."""
     _unfilled: dict[str, int] | None = None
     """Values that a full sync brings to layers with padding, which never reach their total."""
     _held: HeldWeights | None = None
@@ -77,14 +78,14 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             timeout_s=init_info.timeout_s,
         )
         rank = init_info.first_rank + self.parallel_config.rank
-        self._receiver = join(link, rank, device=self.device if link.kind in ("nccl", "ipc") else "cpu")
+        self.receiver = join(link, rank, device=self.device if link.kind in ("nccl", "ipc") else "cpu")
 
     def start_weight_update(self) -> None:
         """Nothing: a session that only `receive_weights` opens is one that it can close when it fails."""
 
     def receive_weights(self, update_info: ManifestInfo) -> None:
         """Receive, load and check all weights; on failure the model stays loadable, with undefined weights."""
-        if self._receiver is None:
+        if self.receiver is None:
             raise WeightSyncError("this engine is not connected to a weight link; call connect(link, rank) first")
         manifest = WeightManifest.from_dict(vars(update_info))
         held, self._held = self._held, None  # after a failure nothing is held for certain
@@ -92,7 +93,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             held = (held or HeldWeights()) if manifest.keep_base else None
         initialize_layerwise_reload(self.model)
         try:
-            self._receive(manifest, self._receiver, held)
+            self._receive(manifest, self.receiver, held)
             self._check_coverage(manifest)
         except BaseException:
             _forget_received(self.model)
@@ -119,9 +120,9 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
 
     def shutdown(self) -> None:
         """Leave the link."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
 
     @property
     def _tied(self) -> bool:
@@ -218,34 +219,6 @@ def _repack_head(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
-
-
-class WeightSyncExtension:
-    """Methods added to vLLM's worker class.
-
-    Failures are returned as (type name, message), not raised: an exception from one worker would leave the
-    answers of the others unread in the executor's queues.
-    """
-
-    def rlhf_connect(self, init_info: dict[str, Any]) -> tuple[str, str] | None:
-        """Join a weight link; blocks until the sender accepts."""
-        worker: Any = self
-        try:
-            worker.init_weight_transfer_engine(init_info)
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
-
-    def rlhf_receive_weights(self, manifest: dict[str, Any]) -> tuple[str, str] | None:
-        """One complete sync through the native start / update / finish calls."""
-        worker: Any = self
-        try:
-            worker.start_weight_update()
-            worker.update_weights(manifest)
-            worker.finish_weight_update()
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
 
 
 if TRANSFER_NAME not in WeightTransferEngineFactory._registry:
