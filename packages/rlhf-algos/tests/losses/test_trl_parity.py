@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_algos.advantages.groups import grpo_advantages, rloo_advantages
+from rlhf_algos.advantages.registry import make_advantage
 from rlhf_algos.losses.offline.distillation import DivergenceConfig, divergence_from_logits
 from rlhf_algos.losses.offline.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
 from rlhf_algos.losses.offline.pairwise import aot_partners
@@ -212,11 +212,16 @@ def test_group_advantages_as_in_trl():
     centred = grouped - grouped.mean(1, keepdim=True)
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     expected = (centred / (nanstd(grouped, dim=1).view(2, 1) + 1e-4)).flatten()
-    torch.testing.assert_close(grpo_advantages(scores, ids, eps=1e-4), expected)
+    batch = rows_of(torch.ones(6, 1, dtype=torch.bool))
+
+    def ours(name, **options):
+        return make_advantage(name, options)(scores, ids, batch)
+
+    torch.testing.assert_close(ours("grpo", eps=1e-4), expected)
     expected = (centred / (nanstd(scores) + 1e-4)).flatten()
-    torch.testing.assert_close(grpo_advantages(scores, ids, scale="batch", eps=1e-4), expected)
+    torch.testing.assert_close(ours("grpo", scale="batch", eps=1e-4), expected)
     baseline = (grouped.sum(1, keepdim=True) - grouped) / 2
-    torch.testing.assert_close(rloo_advantages(scores, ids), (grouped - baseline).flatten())
+    torch.testing.assert_close(ours("rloo"), (grouped - baseline).flatten())
 
 
 @pytest.mark.parametrize(
@@ -259,6 +264,8 @@ DPO = {
     "sigmoid+sft": DPOConfig(beta=0.3, sft_coef=0.7, sft_mean="token"),
     "sigmoid/forward_kl": DPOConfig(beta=0.3, f_divergence="forward_kl"),
     "sigmoid/js_divergence": DPOConfig(beta=0.3, f_divergence="js_divergence"),
+    "ipo/forward_kl": DPOConfig(loss="ipo", beta=0.3, f_divergence="forward_kl", length_normalized=True),
+    "sigmoid_norm/js_divergence": DPOConfig(beta=0.3, f_divergence="js_divergence", length_normalized=True),
     "hinge/alpha_divergence": DPOConfig(loss="hinge", beta=0.3, f_divergence="alpha_divergence", alpha=0.5),
 }
 

@@ -17,8 +17,9 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 - `seq_mean_token_mean`: mean over each response, then over responses (GRPO paper, TRL's `grpo`, verl's
   `seq-mean-token-mean`).
 - `seq_mean_token_sum`: sum over each response, mean over responses (REINFORCE, TRL's `luspo`).
-- `max_length`: sum over each response divided by a constant, mean over responses (Dr. GRPO; TRL's `dr_grpo`
-  divides by the largest completion length, verl's `seq-mean-token-sum-norm` by the padded width of the batch).
+- `max_length`: sum over each response divided by a constant, mean over responses (Dr. GRPO; TRL's `dr_grpo` with
+  the largest completion length). verl's `seq-mean-token-sum-norm` divides the sum by a constant alone (the padded
+  width of the batch unless told otherwise), not by the number of responses: it is this one times that number.
 """
 
 
@@ -52,7 +53,7 @@ def aggregate(
         how: see `Aggregation`.
         max_length: the divisor of `max_length`, in tokens.
         count_empty_rows: whether a response without a counted token is part of the mean over responses, as a
-            zero. True in OpenRLHF and TRL, False in verl. Irrelevant to `token_mean`.
+            zero. True in TRL, False in OpenRLHF and verl. Irrelevant to `token_mean`.
 
     >>> values, mask = torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[True, True], [True, False]])
     >>> [float(t / w) for t, w in (aggregate(values, mask), aggregate(values, mask, "seq_mean_token_mean"))]

@@ -51,6 +51,23 @@ def test_both_ipo_conventions():
     assert float(normalized.total) == pytest.approx((0.75 - 1) ** 2 + (-1 - 1) ** 2)
 
 
+def test_an_f_divergence_takes_the_whole_responses_ratio():
+    """f'(log-ratio) / length, not f'(log-ratio / length): log-ratios 0.5, -0.5, -1, 0.5 of 2, 1, 2, 1 tokens."""
+    f = [1 - math.exp(-h) for h in (0.5, -0.5, -1.0, 0.5)]
+    means = [f[0] / 2, f[1], f[2] / 2, f[3]]
+    options = {"beta": 0.5, "f_divergence": "forward_kl", "length_normalized": True}
+    expected = (means[0] - means[1] - 1) ** 2 + (means[2] - means[3] - 1) ** 2
+    assert float(run(loss="ipo", **options).total) == pytest.approx(expected)
+    expected = softplus(-0.5 * (means[0] - means[1])) + softplus(-0.5 * (means[2] - means[3]))
+    assert float(run(**options).total) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("loss", ["nca", "bco", "sppo", "apo_zero", "apo_down", "aot", "aot_unpaired"])
+def test_f_divergences_are_refused_by_losses_that_do_not_take_the_scores_difference(loss):
+    with pytest.raises(ConfigError, match="reverse_kl"):
+        DPOConfig(loss=loss, f_divergence="js_divergence")
+
+
 def test_reference_free_reads_no_reference():
     rows = Batch(
         token_ids=torch.zeros(4, 3, dtype=torch.long),

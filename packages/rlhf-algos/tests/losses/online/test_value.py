@@ -36,6 +36,22 @@ def test_without_clipping_the_gradient_points_to_the_returns():
     assert values.grad[0].tolist() == pytest.approx([0, -1 / 3, -1 / 3, -0.5 / 3])
 
 
+def test_a_value_within_the_range_is_not_counted_as_clipped():
+    """0.6 + (0.1 - 0.6) is a little above 0.1 in float32: rounding, no clipping."""
+    batch = Batch(
+        token_ids=torch.zeros(1, 1, dtype=torch.long),
+        attention_mask=torch.ones(1, 1, dtype=torch.bool),
+        response_mask=torch.ones(1, 1, dtype=torch.bool),
+        columns={"old_values": torch.tensor([[0.6]]), "returns": torch.tensor([[0.0]])},
+    )
+    values = torch.tensor([[0.1]], requires_grad=True)
+    terms = value_clip(ModelOutputs(values=values), batch, ValueClipConfig(clip_range=1.0))
+    assert terms.metrics["value_clip_fraction"].value == 0
+    terms.total.backward()
+    assert float(terms.total.detach()) == float(values.detach().square().sum() / 2)
+    assert float(values.grad) == pytest.approx(0.1)
+
+
 def test_refused():
     with pytest.raises(ConfigError, match="clip_range"):
         ValueClipConfig(clip_range=0.0)

@@ -34,6 +34,9 @@ SFTMean = Literal["sequence", "token"]
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 """Divergence that keeps the policy near the reference (f-DPO, Wang et al. 2023); DPO's own is the reverse KL."""
 
+DIFFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "exo", "discopop")
+"""Losses of the difference of the two scores alone; the others take each log-ratio for itself."""
+
 _MAX_EXPONENT = 80.0  # exp of it still fits float32
 
 
@@ -48,12 +51,12 @@ class DPOConfig:
     label_smoothing: float = 0.0
     """Probability that a label is flipped: cDPO (`sigmoid`), `robust`, `exo`, `aot`."""
     length_normalized: bool = False
-    """Divide each response's log-ratio by its tokens. For `ipo`: True in TRL, False in OpenRLHF and in the paper's
+    """Divide each response's score by its tokens. For `ipo`: True in TRL, False in OpenRLHF and in the paper's
     formula. For `sigmoid`: LN-DPO, TRL's `sigmoid_norm`."""
     reference_free: bool = False
     """A uniform reference: `ref_log_probs_sum` is not read."""
     f_divergence: FDivergence = "reverse_kl"
-    """See `FDivergence`; used by the losses of the difference of the two scores, as in TRL."""
+    """See `FDivergence`; for the losses that take the difference of the two scores (`DIFFERENCE_LOSSES`)."""
     alpha: float = 0.5
     """Order of the alpha divergence."""
     discopop_tau: float = 0.05
@@ -71,6 +74,11 @@ class DPOConfig:
             raise ConfigError(f"dpo: beta must be positive, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"dpo: label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+        if self.f_divergence != "reverse_kl" and self.loss not in DIFFERENCE_LOSSES:
+            raise ConfigError(
+                f"dpo: the loss {self.loss!r} is defined for f_divergence 'reverse_kl' alone, got "
+                f"{self.f_divergence!r}; write one of {', '.join(DIFFERENCE_LOSSES)} to use it"
+            )
         if self.loss == "exo" and self.label_smoothing == 0:
             raise ConfigError("dpo: the loss 'exo' takes the log of label_smoothing; write for instance 0.001")
 
@@ -94,13 +102,17 @@ def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
     """DPO (Rafailov et al. 2023, eq. 7) and its relatives, a mean over pairs.
 
     With h = log_probs_sum - ref_log_probs_sum of a response, `sigmoid` is
-    -(1 - eps) log sigmoid(beta (h_chosen - h_rejected)) - eps log sigmoid(-beta (h_chosen - h_rejected)).
+    -(1 - eps) log sigmoid(beta (s_chosen - s_rejected)) - eps log sigmoid(-beta (s_chosen - s_rejected)), where the
+    score s is h, or f'(exp(h)) with an f-divergence, divided by the response's tokens if `length_normalized`.
 
     Metrics: preference_loss, accuracy, margin, rewards_chosen, rewards_rejected (beta h), log_probs_chosen,
     log_probs_rejected, sft_loss.
     """
     log_ratio = reference_log_ratios(outputs, batch, config)
-    chosen, rejected = split_pairs(log_ratio, batch)
+    scores = f_score(log_ratio, config.f_divergence, config.alpha)
+    if config.length_normalized:
+        log_ratio, scores = (x / response_lengths(batch) for x in (log_ratio, scores))
+    chosen, rejected = split_pairs(scores, batch)
     settings = PairLossSettings(
         beta=config.beta,
         label_smoothing=config.label_smoothing,
@@ -110,8 +122,6 @@ def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
     if config.loss in ("aot", "aot_unpaired"):
         losses = aot_losses(chosen, rejected, batch, settings, paired=config.loss == "aot")
     else:
-        if config.f_divergence != "reverse_kl":
-            chosen, rejected = (f_score(x, config.f_divergence, config.alpha) for x in (chosen, rejected))
         losses = PAIR_LOSSES[config.loss](chosen, rejected, settings)
     metrics = pair_metrics(outputs, batch, config.beta * log_ratio) | {"preference_loss": mean_of(losses)}
     total = losses.sum()
@@ -124,13 +134,12 @@ def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
 
 
 def reference_log_ratios(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> Float[Tensor, " rows"]:
-    """log(policy / reference) of each response, per token if `length_normalized`."""
-    mean = config.length_normalized
-    policy = response_log_probs(outputs, batch, mean=mean)
-    return policy if config.reference_free else policy - reference_log_probs(batch, mean=mean)
+    """log(policy / reference) of each response; log(policy) if `reference_free`."""
+    policy = response_log_probs(outputs, batch)
+    return policy if config.reference_free else policy - reference_log_probs(batch)
 
 
-def f_score(log_ratio: Float[Tensor, " pairs"], kind: FDivergence, alpha: float) -> Float[Tensor, " pairs"]:
+def f_score(log_ratio: Float[Tensor, " rows"], kind: FDivergence, alpha: float) -> Float[Tensor, " rows"]:
     """f'(exp(log_ratio)) of the divergence, the score that replaces the log-ratio (Wang et al. 2023, table 1).
 
     forward_kl: 1 - 1/u; js_divergence: log(2u / (1 + u)); alpha_divergence: (u^(alpha - 1) - 1) / (alpha - 1).

@@ -22,7 +22,7 @@ class PolicyTermsConfig:
     max_length: int = 0
     """Divisor of the aggregation `max_length`, in tokens."""
     count_empty_rows: bool = True
-    """Whether a row without a counted token is part of a mean over rows: True in OpenRLHF, TRL; False in verl."""
+    """Whether a row without a counted token is part of a mean over rows: True in TRL; False in OpenRLHF, verl."""
     kl_coef: float = 0.0
     """Weight of the KL term in the loss; needs the column `ref_log_probs`. 0 if the KL is in the reward."""
     kl_estimator: KLEstimator = "k3"
@@ -45,7 +45,7 @@ class PolicyTermsConfig:
     tokens, so it is the one term that depends on how micro-batches are cut."""
     log_ratio_limit: float = 20.0
     """log(policy / old policy) is clamped to this range before the exponential, so that the ratio stays finite.
-    verl clamps at 20; TRL and OpenRLHF do not (`math.inf`)."""
+    verl and OpenRLHF's PPO clamp at 20; TRL and OpenRLHF's GSPO do not (`math.inf`)."""
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)

@@ -54,7 +54,11 @@ def value_clip(outputs: ModelOutputs, batch: Batch, config: ValueClipConfig) -> 
     }
     if config.clip_range is not None:
         old = batch["old_values"].masked_fill(~mask, 0)
-        clipped = old + (values - old).clamp(-config.clip_range, config.clip_range)
+        change = values - old
+        # A value within the range stays what it is: old + (value - old) would be off by rounding.
+        clipped = torch.where(
+            change.abs() <= config.clip_range, values, old + change.clamp(-config.clip_range, config.clip_range)
+        )
         clipped_error = (clipped - returns).square()
         metrics["value_clip_fraction"] = mean_of((clipped_error > error).float(), mask)
         error = torch.maximum(error, clipped_error)
