@@ -220,7 +220,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def print_balance(lengths: list[tuple[int, int]]) -> None:
     """Longest over mean load of several ranks."""
-    from rlhf_launch.workers.train_group import deal_units
+    from rlhf_core import deal
 
     totals = [before + after for before, after in lengths]
     print(f"\n{'ranks':>6} {'as they come':>14} {'dealt':>8}   slowest rank over mean, in tokens")
@@ -231,7 +231,7 @@ def print_balance(lengths: list[tuple[int, int]]) -> None:
         arrival = [range(first, last) for first, last in itertools.pairwise(even)]
         loads = [
             max(sum(totals[unit] for unit in units) for units in dealt) * ranks / sum(totals)
-            for dealt in (arrival, deal_units(totals, rows_per_unit=1, ranks=ranks))
+            for dealt in (arrival, deal(totals, ranks, even=True))
         ]
         print(f"{ranks:>6} {loads[0]:>14.3f} {loads[1]:>8.3f}")
 

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
-from hypothesis import strategies as st
-from rlhf_algos.offline.order import batch_indices, epoch_order, split_by_length, steps_per_epoch
+from rlhf_algos.offline.order import batch_indices, epoch_order, steps_per_epoch
 
 
 def test_one_dataset_is_permuted_anew_every_epoch():
@@ -29,11 +27,3 @@ def test_batches_cut_the_epoch():
     assert steps_per_epoch(10, 4) == 3
     batches = [batch_indices(order, step=step, batch_size=4) for step in range(3)]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-@given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 5))
-def test_every_item_goes_to_one_rank_and_loads_are_close(lengths, parts):
-    dealt = split_by_length(lengths, parts)
-    assert sorted(index for items in dealt for index in items) == list(range(len(lengths)))
-    loads = [sum(lengths[index] for index in items) for items in dealt]
-    assert max(loads) - min(loads) <= max(lengths, default=0)

@@ -50,6 +50,7 @@ from rlhf_core.plugins import (
     plugin_names,
 )
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
+from rlhf_core.training.dealing import deal
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.random_state import RandomState
 from rlhf_core.weight_sync.adapters import AdapterWeights
@@ -149,6 +150,7 @@ __all__ = [
     "collate",
     "config_from",
     "copy_into",
+    "deal",
     "did_you_mean",
     "entropy_from_logits",
     "env_vars_of",

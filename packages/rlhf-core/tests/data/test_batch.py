@@ -1,12 +1,13 @@
-"""Batch: validation, selection and units; collating trajectories."""
+"""Batch: validation, selection and units; collating trajectories; masked sums and means."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_core import Batch, LogProbMeaning, Trajectory, collate, pad_rows
+from rlhf_core import Batch, LogProbMeaning, Trajectory, collate, masked_mean, masked_sum, pad_rows
 
 
 def batch(lengths=(3, 2, 4, 1), **fields) -> Batch:
@@ -17,6 +18,10 @@ def batch(lengths=(3, 2, 4, 1), **fields) -> Batch:
         response_mask=pad_rows([[i > 0 for i in range(n)] for n in lengths], value=False, dtype=torch.bool),
         **fields,
     )
+
+
+def test_units_count_the_tokens_of_their_rows():
+    assert batch(rows_per_unit=2).unit_lengths == [5, 5]
 
 
 def trajectory(name="a", *, response=2, temperature=1.0) -> Trajectory:
@@ -114,3 +119,37 @@ def test_collate_keeps_the_rewards_of_turns():
     both = collate([trajectory("a", response=2), with_rewards])
     assert both["rewards"].tolist() == [[0, 0, 0, 0], [0, 0, 1.5, 0]]
     assert "rewards" not in collate([trajectory()])
+
+
+def test_masked_sums_by_hand():
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    assert masked_sum(values, mask).item() == 4
+    assert masked_mean(values, mask).item() == 2
+    assert masked_mean(values, mask, dim=1).tolist() == [2.0, 0.0]
+    assert masked_sum(values, mask, dim=0).tolist() == [1.0, 0.0, 3.0]
+
+
+def test_an_empty_mask_gives_zero_and_no_nan_gradient():
+    values = torch.ones(3, requires_grad=True)
+    mean = masked_mean(values, torch.zeros(3, dtype=torch.bool))
+    mean.backward()
+    assert mean.item() == 0
+    assert values.grad.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_positions_may_hold_anything(poison):
+    values = torch.tensor([1.0, poison, 3.0], requires_grad=True)
+    mean = masked_mean(values, torch.tensor([True, False, True]))
+    mean.backward()
+    assert mean.item() == 2
+    assert values.grad.tolist() == [0.5, 0.0, 0.5]
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100), st.booleans()), min_size=1, max_size=30))
+def test_a_masked_mean_is_that_of_the_kept_values(pairs):
+    values, mask = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    kept = [value for value, keep in pairs if keep]
+    expected = sum(kept) / len(kept) if kept else 0.0
+    assert masked_mean(values.double(), mask).item() == pytest.approx(expected, abs=1e-4)

@@ -2,32 +2,10 @@ import types
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rlhf_core import Batch, ModelOutputs
 from rlhf_launch.online.loop import add_model_outputs
 from rlhf_launch.workers.handles import LocalHandle
-from rlhf_launch.workers.train_group import TrainGroup, deal_units
-
-
-@given(
-    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60),
-    rows_per_unit=st.sampled_from([1, 2]),
-    ranks=st.integers(1, 5),
-)
-def test_every_unit_is_dealt_once_and_no_rank_is_without_work(lengths, rows_per_unit, ranks):
-    lengths = lengths * rows_per_unit * ranks  # a whole number of units, at least one per rank
-    units = len(lengths) // rows_per_unit
-    dealt = deal_units(lengths, rows_per_unit=rows_per_unit, ranks=ranks)
-    assert sorted(unit for part in dealt for unit in part) == list(range(units))
-    sizes = [len(part) for part in dealt]
-    assert min(sizes) >= 1
-    assert max(sizes) <= -(-units // ranks)
-
-
-def test_long_rows_are_spread():
-    dealt = deal_units([100, 100, 1, 1], rows_per_unit=1, ranks=2)
-    assert [sum([100, 100, 1, 1][unit] for unit in part) for part in dealt] == [101, 101]
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 class EchoRank:

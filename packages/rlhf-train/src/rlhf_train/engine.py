@@ -40,7 +40,6 @@ from rlhf_train.checkpoint.checkpoint import (
 from rlhf_train.config.checks import check_compatible
 from rlhf_train.config.env_vars import env_vars
 from rlhf_train.config.options import ZeroConfig, deepspeed_config
-from rlhf_train.gradients import drop_gradients
 from rlhf_train.memory import PhaseMemory
 from rlhf_train.model.build import build_module, group_with_common_rows, wrap_module
 from rlhf_train.model.load import gathered
@@ -50,7 +49,7 @@ from rlhf_train.offload import move_engine
 from rlhf_train.parallel.ranks import TrainingRanks, join_training_ranks
 from rlhf_train.parallel.sequence import own_rows
 from rlhf_train.reward_scale import RewardScale, measured_scale
-from rlhf_train.step import StepReports, update_weights
+from rlhf_train.step import StepReports, drop_gradients, update_weights
 from rlhf_train.weights.average import AverageWeights
 from rlhf_train.weights.export import export_adapters, export_model
 from rlhf_train.weights.source import ZeroWeights

@@ -1,15 +1,17 @@
-"""What a step reports, and when skipped ones stop the run."""
+"""The end of a step: DeepSpeed's update, dropped gradients, the report, and when skipped steps stop a run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from rlhf_core import Batch, EngineConfig, StepReport, TrainingDivergedError
 from rlhf_core.training.accumulation import Accumulated
+from torch import nn
 
 from rlhf_train.checkpoint.checkpoint import Progress
-from rlhf_train.gradients import drop_gradients, unsharded_gradient_norm
 from rlhf_train.parallel.ranks import TrainingRanks
 
 
@@ -20,7 +22,7 @@ def update_weights(engine: Any, module: Any, *, dtype: str) -> tuple[float, bool
         TrainingDivergedError: the loss scale of float16 training has reached its minimum.
     """
     if engine.zero_optimization_stage() == 0 and dtype == "float32":
-        norm = unsharded_gradient_norm(module.parameters())
+        norm = _unsharded_gradient_norm(module.parameters())
         if not math.isfinite(norm):
             drop_gradients(engine)
             return norm, False
@@ -38,6 +40,36 @@ def update_weights(engine: Any, module: Any, *, dtype: str) -> tuple[float, bool
     if engine.optimizer.overflow:
         return math.nan, False
     return float(engine.get_global_grad_norm()), True
+
+
+def _unsharded_gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Global norm of reduced gradients that every rank holds in full (stage 0)."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
+def drop_gradients(engine: Any) -> None:
+    """Forget all gradients that were added up since the last optimizer step, wherever the stage keeps them.
+
+    Mirrors what DeepSpeed's own optimizers do after an overflow.
+    """
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    optimizer.zero_grad(set_to_none=True)
+    stage = engine.zero_optimization_stage()
+    if stage in (1, 2):
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in list(gradients):
+                gradients[group] = None
+        if optimizer.cpu_offload:
+            optimizer._offload_accumulated_param_ids = set()
+    if stage == 3:
+        optimizer.averaged_gradients = {}
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        optimizer.reset_cpu_buffers()
 
 
 class StepReports:

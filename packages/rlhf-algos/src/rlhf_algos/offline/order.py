@@ -42,19 +42,3 @@ def steps_per_epoch(examples: int, batch_size: int) -> int:
 def batch_indices(order: Sequence[int], *, step: int, batch_size: int) -> list[int]:
     """The examples of the step number `step` (from 0) of an epoch."""
     return list(order[step * batch_size : (step + 1) * batch_size])
-
-
-def split_by_length(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Items dealt out to `parts` ranks so that their summed lengths are close: longest first, to the shortest rank.
-
-    Each rank's items are in ascending order. A rank may get none if there are fewer items than ranks.
-
-    >>> split_by_length([9, 1, 5, 5], 2)
-    [[0, 1], [2, 3]]
-    """
-    loads, dealt = [0] * parts, [list[int]() for _ in range(parts)]
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rank = min(range(parts), key=lambda r: (loads[r], len(dealt[r])))
-        dealt[rank].append(item)
-        loads[rank] += lengths[item]
-    return [sorted(items) for items in dealt]

@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rlhf_core import Batch, Ranks, TrainEngine
+from rlhf_core import Batch, Ranks, TrainEngine, deal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_algos.data.encoding import TokenRow
 from rlhf_algos.data.examples import Example, collate_examples
-from rlhf_algos.offline.order import split_by_length
 from rlhf_algos.torch_engine.ranks import rank_of
 
 PARTNER = "partner_"
@@ -97,7 +96,7 @@ def score_rows(engine: TrainEngine, rows: Sequence[TokenRow], ranks: Ranks) -> T
     sums = torch.zeros(len(rows))
     for start in range(0, len(rows), _ROWS_AT_ONCE * ranks.size):
         part = rows[start : start + _ROWS_AT_ONCE * ranks.size]
-        dealt = split_by_length([len(row.token_ids) for row in part], ranks.size)
+        dealt = deal([len(row.token_ids) for row in part], ranks.size)
         mine = dealt[rank_of(ranks)]
         # A rank without rows scores one all the same: the others wait for it in every collective.
         batch = rows_batch([part[i] for i in mine or [0]])

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
-from rlhf_core import Batch, ConfigError, Ranks, TrainEngine
+from rlhf_core import Batch, ConfigError, Ranks, TrainEngine, deal
 
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
 from rlhf_algos.data.examples import EncodingReport, Example, collate_examples, encode_rows
@@ -16,7 +15,7 @@ from rlhf_algos.data.sources import DataSource, read_rows
 from rlhf_algos.offline.config import OfflineConfig
 from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.methods import with_partners
-from rlhf_algos.offline.order import epoch_order, split_by_length
+from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.reference import cache_key, default_cache, score_rows, with_reference
 from rlhf_algos.offline.teacher import check_teacher, with_teacher
 from rlhf_algos.torch_engine.engine import TorchEngine
@@ -168,6 +167,4 @@ def global_batch(
 
 def own_units(batch: Batch, ranks: Ranks) -> list[int]:
     """This rank's units of a global batch, dealt out by length; may be empty."""
-    size = batch.rows_per_unit
-    lengths: list[Any] = batch.lengths.view(-1, size).sum(dim=1).tolist()
-    return split_by_length(lengths, ranks.size)[rank_of(ranks)]
+    return deal(batch.unit_lengths, ranks.size)[rank_of(ranks)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Ranks
+from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Ranks, deal
 from rlhf_core.model.forward import top_k_log_probs
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,6 @@ from torch import Tensor
 from rlhf_algos.data.encoding import TokenRow
 from rlhf_algos.data.examples import Example
 from rlhf_algos.losses.offline.distillation import DivergenceConfig, distillation_terms, divergence_of_known
-from rlhf_algos.offline.order import split_by_length
 from rlhf_algos.offline.reference import cache_key, rows_batch
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.ranks import rank_of
@@ -125,7 +124,7 @@ def _score(
 ) -> list[tuple[Tensor, Tensor]]:
     """(ids, log-probs) of each row, [counted, k]."""
     engine.model.eval()
-    dealt = split_by_length([len(row.token_ids) for row in rows], ranks.size)
+    dealt = deal([len(row.token_ids) for row in rows], ranks.size)
     mine = dealt[rank_of(ranks)]
     own: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(mine)
     budget = TokenBudget.of(engine.model, engine.config.max_tokens_per_micro_batch)

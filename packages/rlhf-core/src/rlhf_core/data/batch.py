@@ -74,6 +74,11 @@ class Batch:
         return self.attention_mask.sum(dim=1)
 
     @property
+    def unit_lengths(self) -> list[int]:
+        """Tokens per unit, padding left out."""
+        return self.lengths.view(-1, self.rows_per_unit).sum(dim=1).tolist()
+
+    @property
     def tokens(self) -> int:
         """Tokens in the batch, padding left out."""
         return int(self.attention_mask.sum())

@@ -21,19 +21,6 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, Bucket, TensorSpec, WeightManifest
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "Bucket",
-    "ModuleWeights",
-    "PackingSource",
-    "TensorSpec",
-    "WeightManifest",
-    "WeightSource",
-    "check_base",
-    "check_coverage",
-    "copy_into",
-]
-
 Load = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 

@@ -8,35 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Batch, Loss, ModelOutputs, StepReport, WeightManifest
+from rlhf_core import Batch, Loss, ModelOutputs, StepReport, WeightManifest, deal
 
 from rlhf_launch.workers.handles import Handle, call_all, gather
-
-
-def deal_units(lengths: Sequence[int], *, rows_per_unit: int, ranks: int) -> list[list[int]]:
-    """Units for each rank: longest first, each to the rank with the fewest tokens and the fewest units.
-
-    Every rank gets the same number of units, give or take one, so that all run at about the same time and none
-    is without work. Returns lists of unit indices in ascending order.
-
-    >>> deal_units([9, 1, 8, 2], rows_per_unit=1, ranks=2)
-    [[0, 1], [2, 3]]
-    """
-    units = [sum(lengths[start : start + rows_per_unit]) for start in range(0, len(lengths), rows_per_unit)]
-    if len(units) < ranks:
-        raise ValueError(f"{len(units)} units of rows cannot be dealt to {ranks} ranks; give at least one each")
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    most = -(-len(units) // ranks)
-    for left, unit in zip(
-        range(len(units), 0, -1), sorted(range(len(units)), key=lambda index: -units[index]), strict=True
-    ):
-        empty = [rank for rank in range(ranks) if not dealt[rank]]
-        open_ranks = empty if len(empty) == left else [r for r in range(ranks) if len(dealt[r]) < most]
-        rank = min(open_ranks, key=lambda candidate: (load[candidate], candidate))
-        dealt[rank].append(unit)
-        load[rank] += units[unit]
-    return [sorted(units) for units in dealt]
 
 
 class TrainGroup:
@@ -153,7 +127,7 @@ class TrainGroup:
 
     def _deal(self, batch: Batch) -> list[list[int]]:
         size = batch.rows_per_unit
-        dealt = deal_units(batch.lengths.tolist(), rows_per_unit=size, ranks=self.ranks)
+        dealt = deal(batch.unit_lengths, self.ranks, even=True)
         return [[unit * size + i for unit in units for i in range(size)] for units in dealt]
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from rlhf_core import EngineConfig
+from rlhf_core import ConfigError, EngineConfig
 from rlhf_core.adapters.lora import add_adapters
+from torch import nn
 
 from rlhf_train.config.options import ZeroConfig
-from rlhf_train.model.experts import mark_expert_blocks
-from rlhf_train.model.freezing import freeze
 from rlhf_train.model.load import load_model
 from rlhf_train.model.optimizers import build_optimizer, trained_elements
 from rlhf_train.model.role_model import RoleModel
@@ -37,6 +38,51 @@ def build_module(
     if sharded:
         mark_expert_blocks(model)
     return RoleModel(model, sharded=sharded, replay=replay)
+
+
+def freeze(model: Any, patterns: Sequence[str]) -> list[str]:
+    """Freeze the parameters whose name matches one of the shell patterns; returns their names.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    frozen: list[str] = []
+    for pattern in patterns:
+        matches = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not matches:
+            some = ", ".join(list(parameters)[:3])
+            raise ConfigError(
+                f"engine options: freeze pattern {pattern!r} matches no parameter of {type(model).__name__}; names "
+                f"are like {some}, so write for instance 'model.layers.0.*'"
+            )
+        frozen += matches
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"engine options: freeze {list(patterns)} leaves nothing to train; give fewer patterns, or no optimizer"
+        )
+    return list(dict.fromkeys(frozen))
+
+
+def mark_expert_blocks(model: Any) -> list[str]:
+    """Let ZeRO-3 gather the experts of a block together; returns the names of these blocks.
+
+    Where experts are modules of their own, a rank calls only those its tokens are routed to, and would gather
+    parameters that no other rank gathers: the ranks would wait for each other for ever. Experts that Transformers
+    keeps fused in one tensor need no mark.
+    """
+    names = [
+        name
+        for name, module in model.named_modules()
+        if any("expert" in child and isinstance(part, nn.ModuleList) for child, part in module.named_children())
+    ]
+    if names:
+        from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules_by_name
+
+        set_z3_leaf_modules_by_name(model, names)
+    return names
 
 
 def wrap_module(
