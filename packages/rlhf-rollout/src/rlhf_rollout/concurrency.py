@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all, run at once and in order; the first error ends the others, so that none goes on unseen."""
+    """Run all calls at once; returns their results in order. The first error ends the other calls."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

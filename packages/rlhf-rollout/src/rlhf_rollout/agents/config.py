@@ -42,7 +42,7 @@ class AgentConfig:
             raise ConfigError(f"agent: on_error={self.on_error!r} is unknown; write stop or drop")
 
     def environment_maker(self) -> Callable[[], Environment]:
-        """What makes the environment of an episode.
+        """A function without arguments that makes the environment of an episode.
 
         Raises:
             PluginError: `environment` cannot be imported.

@@ -14,7 +14,7 @@ from rlhf_core import DeadlineExceeded, Observation, RLHFError
 
 
 class EnvironmentFailed(RLHFError):
-    """An environment raised, or returned something else than an Observation."""
+    """An environment raised an exception, or returned something else than an Observation."""
 
 
 class EnvironmentTooSlow(DeadlineExceeded):
@@ -22,14 +22,14 @@ class EnvironmentTooSlow(DeadlineExceeded):
 
 
 async def call_environment(method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Observation:
-    """The answer of `reset` or `step`.
+    """Call `reset` or `step` and return its Observation.
 
     A coroutine function runs on this event loop; any other function in a thread of its own, which cannot be killed:
     one that hangs is left behind.
 
     Raises:
-        EnvironmentTooSlow: it took longer.
-        EnvironmentFailed: it raised or returned something else.
+        EnvironmentTooSlow: the method did not return within `timeout_s`.
+        EnvironmentFailed: the method raised, or returned something else than an Observation.
     """
     name = getattr(method, "__qualname__", repr(method))
     try:

@@ -15,7 +15,7 @@ cut at its max_tokens; `abort`: the generator gave a turn up; `deadline`: enviro
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """Tokens so far, aligned with all that is known of them."""
+    """The tokens of an episode so far, and lists of the same length with what is known of each token."""
 
     sample_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Episode:
     """Of the last turn."""
 
     def add_given(self, token_ids: Sequence[int], images: Sequence[Any] = ()) -> None:
-        """Tokens of the prompt or the environment: in the context, not in the loss."""
+        """Append tokens of the prompt or the environment, which are context and have no loss."""
         count = len(token_ids)
         self.token_ids += token_ids
         self.response_mask += [False] * count
@@ -43,7 +43,7 @@ class Episode:
         self.images += images
 
     def add_turn(self, sample: Sample, meaning: LogProbMeaning) -> None:
-        """Sampled tokens, as they were sampled."""
+        """Append a sampled turn, token by token as it was sampled."""
         self.turn_start = len(self.token_ids)
         self.token_ids += sample.token_ids
         self.response_mask += [True] * sample.length
@@ -55,11 +55,11 @@ class Episode:
         self.finish_reason = sample.finish_reason
 
     def reward(self, amount: float) -> None:
-        """For the turn that was just sampled: at its last token."""
+        """Add to the reward of the turn that was just sampled, at its last token."""
         self.rewards[-1] += amount
 
     def trajectory(self, group_id: str, metadata: Mapping[str, Any], ending: Ending) -> Trajectory:
-        """The finished row. `metadata` gets `turns`, `ending` and `environment` (the numbers to log)."""
+        """The finished trajectory. `metadata` gets `turns`, `ending` and `environment` (the numbers to log)."""
         return Trajectory(
             sample_id=self.sample_id,
             group_id=group_id,

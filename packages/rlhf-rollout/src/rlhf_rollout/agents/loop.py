@@ -118,7 +118,8 @@ class AgentLoop:
                 await self._close(environment)
         if not episode.token_ids:
             return DroppedSample(
-                sample_id=episode.sample_id, reason="the environment's reset did not return in time, and no prompt"
+                sample_id=episode.sample_id,
+                reason="the environment's reset did not return in time, and the row has no prompt",
             )
         return episode.trajectory(task.group_id, task.metadata, ending)
 

@@ -35,7 +35,7 @@ class TurnTokens:
         """The tokens before the first turn: the row's prompt and what `reset` said.
 
         Raises:
-            DataError: there is nothing at all, or the chat template refuses the messages.
+            DataError: there is neither a prompt nor an observation, or the chat template refuses the messages.
         """
         if observation.messages:
             tokens = list(self._chat.prompt(observation.messages, observation.tools))
@@ -56,19 +56,19 @@ class TurnTokens:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
     def _said(self, observation: Observation) -> list[int]:
-        """Tokens as they are, or those of plain text."""
+        """The observation's own tokens, or those of its plain text."""
         if not observation.text:
             return list(observation.token_ids)
         return list(self.tokenizer(observation.text, add_special_tokens=False)["input_ids"])
 
     @cached_property
     def _chat(self) -> ChatTokens:
-        """Only needed where an environment says messages."""
+        """The chat template's tokens; needed only where an environment says messages."""
         try:
             return ChatTokens(self.tokenizer)
         except ConfigError as error:
             raise ConfigError(
-                f"an environment says chat messages, but {error}; or let it say `text` or `token_ids`"
+                f"an environment says chat messages, but {error}; or let the environment say `text` or `token_ids`"
             ) from None
 
 
@@ -101,8 +101,7 @@ class SharedFirstTurn:
 
 
 def turn_seed(seed: int | None, episode: int, turn: int) -> int | None:
-    """Seed of a turn: `seed + episode` for the first turn, as in a request for several samples; a hash of that and
-    the turn's number for later ones.
+    """Seed of a turn: `seed + episode` for the first, as in a request for several samples, else a hash.
 
     >>> turn_seed(40, 2, 0), turn_seed(None, 2, 1), turn_seed(40, 2, 1) == turn_seed(40, 2, 1)
     (42, None, True)

@@ -144,13 +144,17 @@ class Gateway:
         return f"{self._address}/sessions/{quote(session_id)}/v1"
 
     def session(self, session_id: str) -> RecordedSession:
-        """An open session."""
+        """The open session of this id.
+
+        Raises:
+            ConfigError: there is no such session.
+        """
         if session_id not in self._sessions:
             raise ConfigError(f"gateway: no open session {session_id!r}")
         return self._sessions[session_id]
 
     def close_session(self, session_id: str) -> list[Trajectory]:
-        """What was recorded; the session's URL answers no longer."""
+        """End a session and return what was recorded; its URL answers no longer."""
         trajectories = self.session(session_id).trajectories()
         del self._sessions[session_id]
         return trajectories

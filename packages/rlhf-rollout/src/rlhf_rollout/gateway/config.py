@@ -20,13 +20,14 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     """Address to listen on. Another one than loopback opens the model to the network: use it behind TLS."""
     port: int = 0
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """What clients must send; None makes a random one."""
+    """The key that clients must send; None makes a random one."""
     stream_tokens: int = 16
     """Tokens that are sampled between two pieces of a stream; 0 sends the answer when it is complete. Requests with
     several choices, a seed, stops or tools are always sampled in one piece."""
     max_body_bytes: int = 32 << 20
+    """Size of the largest request that is read."""
 
     def __post_init__(self) -> None:
         if self.max_model_len < 2:

@@ -23,7 +23,7 @@ class ServerThread:
     """An ASGI application served from a thread of this process. Listens when constructed.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address is taken, or is not this machine's.
     """
 
     def __init__(self, app: Any, *, host: str, port: int) -> None:
@@ -55,7 +55,7 @@ async def read_body(request: Request, *, most: int, model: str) -> Mapping[str, 
     """The JSON object that a client sent.
 
     Raises:
-        DataError: it is larger than `most` bytes, no JSON object, or asks for another model.
+        DataError: the body is larger than `most` bytes, is not a JSON object, or asks for another model.
     """
     parts, size = [], 0
     async for part in request.stream():
@@ -75,7 +75,7 @@ async def read_body(request: Request, *, most: int, model: str) -> Mapping[str, 
 
 
 def status_of(error: RLHFError) -> int:
-    """400 for what the client can mend, else 503."""
+    """The HTTP status of an error: 400 for what the client can mend, else 503."""
     return 400 if isinstance(error, UserError) else 503
 
 

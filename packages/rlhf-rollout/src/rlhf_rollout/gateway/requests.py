@@ -33,7 +33,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSettings:
-    """The settings of one request, apart from what it asks about."""
+    """The settings of one request, apart from its prompt."""
 
     sampling: SamplingConfig
     n: int
@@ -122,7 +122,7 @@ def read_prompt(body: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
     """Token ids of a completion request's prompt: text, or token ids, which are taken as they are.
 
     Raises:
-        DataError: neither of them, several prompts, or an empty one.
+        DataError: `prompt` is neither text nor token ids, holds several prompts, or is empty.
     """
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):

@@ -28,7 +28,7 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """From the first turn of the conversation to this one."""
+        """The turns from the first one of the conversation to this one."""
         turns: list[RecordedTurn] = []
         turn: RecordedTurn | None = self
         while turn is not None:
@@ -38,13 +38,13 @@ class RecordedTurn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything up to the end of this turn."""
+        """The tokens of the whole conversation up to the end of this turn."""
         return tuple(token for turn in self.path for token in (*turn.context, *turn.sample.token_ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPrompt:
-    """What a request of a session is answered from."""
+    """The tokens from which the next turn of a session is sampled."""
 
     parent: RecordedTurn | None
     context: tuple[int, ...]

@@ -16,7 +16,7 @@ from rlhf_rollout.generator import Generator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientRequest:
-    """One request of a client on its way."""
+    """A client's request: what is generated for it, and how it is answered."""
 
     answer: Answer
     generation: GenerationRequest
@@ -61,7 +61,7 @@ async def stream_chunks(
 
 
 def _can_be_sliced(work: ClientRequest) -> bool:
-    """Stops and tool calls may span slices, and a seed would give other tokens than in one piece."""
+    """Whether to sample in slices: stops and tool calls may span them, and a seed gives other tokens in slices."""
     sampling, generation = work.generation.sampling, work.generation
     return (
         generation.n == 1

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 
 class Scorer(Protocol):
-    """What a reward needs of a training engine in the reward role; a group of ranks has the same method."""
+    """Whatever scores batches with a model: a training engine in the reward role, or a group of its ranks."""
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine."""
@@ -125,7 +125,7 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def _rows(outputs: ModelOutputs, start: int, batch: Batch) -> ModelOutputs:
-    """What belongs to `batch`, whose rows begin at `start`."""
+    """The part of `outputs` that belongs to `batch`, whose rows begin at `start`."""
     found = {}
     for name in (field.name for field in fields(outputs)):
         value = getattr(outputs, name)

@@ -39,7 +39,7 @@ class CombinedReward:
         return [self._sum(dict(zip(self._rewards, row, strict=True))) for row in zip(*parts, strict=True)]
 
     def close(self) -> None:
-        """Close the parts that can be closed."""
+        """Close all parts that have a `close`."""
         for reward in self._rewards.values():
             if (close := getattr(reward, "close", None)) is not None:
                 close()

@@ -22,7 +22,7 @@ _AGAIN = frozenset({408, 425, 429})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointsConfig:
-    """Servers that all answer the same, and how patiently they are asked."""
+    """Servers that all give the same answers, and how long and how often they are asked."""
 
     urls: tuple[str, ...]
     """Each gets a share of the requests."""
@@ -44,7 +44,7 @@ class EndpointsConfig:
             raise ConfigError(f"endpoints: urls must be a list with at least one address, got {self.urls!r}")
         for url in self.urls:
             if not _is_address(url):
-                raise ConfigError(f"endpoints: {url!r} is no address; write http://host:port/path")
+                raise ConfigError(f"endpoints: {url!r} is not an address; write http://host:port/path")
         if self.attempts < 1 or self.timeout_s <= 0 or self.max_in_flight < 1:
             raise ConfigError(
                 "endpoints: needs attempts >= 1, timeout_s > 0 and max_in_flight >= 1, got "
@@ -52,10 +52,10 @@ class EndpointsConfig:
             )
 
     def all_headers(self) -> dict[str, str]:
-        """The headers with the key.
+        """The headers, with the one that carries the key.
 
         Raises:
-            ConfigError: the environment variable is not set.
+            ConfigError: the variable that `api_key_env` names is not set.
         """
         if self.api_key_env is None:
             return dict(self.headers)
@@ -84,7 +84,7 @@ class Endpoints:
 
     @asynccontextmanager
     async def connections(self) -> AsyncIterator[EndpointConnections]:
-        """Connections that are kept for the requests of one batch; belongs to the running event loop."""
+        """Connections for the requests of one batch, which belong to the running event loop."""
         httpx, _, tls = _http()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.config.max_in_flight)
         # No proxies from the environment: a reward server is addressed as it is written.
@@ -95,7 +95,7 @@ class Endpoints:
 
     @property
     def room(self) -> asyncio.Semaphore:
-        """Held by every request of the running event loop, whichever batch it belongs to."""
+        """What every request of the running event loop holds, so that at most `max_in_flight` run at once."""
         return self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.max_in_flight))
 
     def take(self, avoid: frozenset[str]) -> str:
@@ -109,7 +109,7 @@ class Endpoints:
         return url
 
     def release(self, url: str, *, failed: bool = False) -> None:
-        """The attempt at this server is over."""
+        """End an attempt at this server."""
         self._in_flight[url] -= 1
         self._failures[url] = self._failures[url] + 1 if failed else 0
         if failed:

@@ -35,8 +35,8 @@ class FailureHandling:
     then: Literal["drop", "stop"] = "stop"
     """`drop`: leave out the samples at fault and keep the others; `stop`: raise the error."""
     max_dropped_in_a_row: int = 256
-    """The run stops after so many drops without a score in between: the fault then
-    lies with the reward, not with the samples."""
+    """The run stops after this many drops without a score in between: the fault then lies with the reward, not
+    with the samples."""
     timeout_s: float | None = None
     """Deadline of an attempt, beside the reward's own. It ends coroutines, not a function that blocks."""
 
@@ -52,7 +52,7 @@ class FailureHandling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultReport:
-    """What went wrong so far."""
+    """Counts of failed attempts and dropped samples."""
 
     failed_attempts: int
     """Calls of the reward that raised or returned something unusable."""
@@ -67,7 +67,7 @@ class RobustReward:
 
     A batch that still fails after its attempts is cut up until the samples at fault are alone: those that the
     error names, or else by halves. The other samples keep their scores. Errors of the configuration and dead
-    engines are no fault of a sample and always go on to the caller.
+    engines are never a sample's fault and are always raised.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RobustReward:
 
     @property
     def report(self) -> FaultReport:
-        """Counts since the start."""
+        """The failures since the start."""
         return FaultReport(failed_attempts=self._failed_attempts, dropped=self._dropped, latest=tuple(self._latest))
 
     async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score | DroppedSample]:
@@ -93,7 +93,7 @@ class RobustReward:
         return await self._score(trajectories, texts, attempts=self._handling.attempts)
 
     def close(self) -> None:
-        """Close the reward in it, if it can be closed."""
+        """Close the wrapped reward, if it has a `close`."""
         if (close := getattr(self._reward, "close", None)) is not None:
             close()
 

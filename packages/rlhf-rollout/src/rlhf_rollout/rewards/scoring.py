@@ -14,7 +14,7 @@ Decode = Callable[[Sequence[Trajectory]], Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredGroup:
-    """The samples that one piece of generation gave, with their scores."""
+    """The samples of one prompt with their scores, and those that were dropped."""
 
     index: int
     """Place among the groups that were asked for; they finish in another order."""

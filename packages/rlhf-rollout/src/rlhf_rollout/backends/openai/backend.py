@@ -67,7 +67,7 @@ class OpenAIOptions:
 
 
 class OpenAIBackend:
-    """RolloutBackend over the completions API of a server that is not ours.
+    """RolloutBackend over the completions API of somebody else's server.
 
     `config.options` are the fields of `OpenAIOptions`.
 
@@ -102,12 +102,12 @@ class OpenAIBackend:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """No weight transport and no pausing: the server is not ours."""
+        """Neither weight transports nor pausing: the server belongs to somebody else."""
         return BackendCapabilities(transports=frozenset(), pause_modes=frozenset(), stop_strings=True)
 
     @property
     def weight_version(self) -> int:
-        """The newest version that the server has told of; 0 for one that tells none."""
+        """The newest weight version among the samples so far; 0 for a server that tells no versions."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -127,25 +127,25 @@ class OpenAIBackend:
             raise
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Refused."""
+        """Raises CapabilityError: the server belongs to somebody else."""
         raise self._cannot("be paused")
 
     async def resume(self) -> None:
-        """Nothing to resume."""
+        """Does nothing: the server is never paused."""
 
     async def connect(self, link: Link, rank: int) -> None:
-        """Refused."""
+        """Raises CapabilityError: the server belongs to somebody else."""
         raise self._cannot("join a weight link")
 
     async def receive_weights(self, manifest: WeightManifest) -> None:
-        """Refused."""
+        """Raises CapabilityError: the server belongs to somebody else."""
         raise self._cannot("take weights")
 
     async def sleep(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: the server's memory is not ours."""
 
     async def wake(self) -> None:
-        """Nothing to take."""
+        """Does nothing; see `sleep`."""
 
     def close(self) -> None:
         """See RolloutBackend."""

@@ -17,7 +17,7 @@ from rlhf_core import (
 
 
 def completion_arguments(request: GenerationRequest, *, model: str, max_model_len: int) -> dict[str, Any]:
-    """What to send; only what differs from a server's defaults, so that plain servers accept it.
+    """The fields of a request; those that equal a server's defaults are left out, so that plain servers accept it.
 
     Raises:
         CapabilityError: the prompt fills `max_model_len`.
@@ -57,8 +57,8 @@ def completion_sample(choice: Mapping[str, Any], request_id: str) -> Sample:
     """One choice of a server's answer.
 
     Raises:
-        CapabilityError: it lacks token ids or log-probs.
-        EngineDiedError: the server ended it for a reason of its own.
+        CapabilityError: the choice lacks token ids or log-probs.
+        EngineDiedError: the server ended the choice for a reason of its own.
     """
     log_probs = choice.get("logprobs") or {}
     names = log_probs.get("tokens") or []
@@ -84,7 +84,7 @@ def completion_sample(choice: Mapping[str, Any], request_id: str) -> Sample:
 
 
 def translated(error: Any, what: str) -> RLHFError:
-    """The client's error as one of ours."""
+    """The error of the OpenAI client as an RLHFError."""
     import openai
 
     message = f"{what}: {reason(error)}"
@@ -96,5 +96,5 @@ def translated(error: Any, what: str) -> RLHFError:
 
 
 def reason(error: Exception) -> str:
-    """The error with what lies below it: the client itself only says `Connection error.`"""
+    """The error's message with that of its cause: the client itself only says `Connection error.`"""
     return f"{error} ({error.__cause__})" if error.__cause__ else str(error)

@@ -35,7 +35,7 @@ from rlhf_rollout.backends.transformers.loop import DecodingLoop
 
 
 class TransformersBackend:
-    """RolloutBackend over `AutoModelForCausalLM`, with batched, cached decoding. Options: none.
+    """RolloutBackend over `AutoModelForCausalLM`, with batched, cached decoding. `config.options` must be empty.
 
     Any decoder-only model with ordinary attention works. Unseeded requests draw from `config.seed`'s stream.
     """
@@ -109,10 +109,10 @@ class TransformersBackend:
         await self._between_steps(lambda: self._take_weights(manifest))
 
     async def sleep(self) -> None:
-        """Nothing to give back: the capabilities say so."""
+        """Does nothing, as the capabilities say."""
 
     async def wake(self) -> None:
-        """Nothing to take."""
+        """Does nothing; see `sleep`."""
 
     def close(self) -> None:
         """See RolloutBackend. Requests still running end with EngineDiedError."""

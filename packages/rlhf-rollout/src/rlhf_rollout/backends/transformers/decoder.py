@@ -17,7 +17,7 @@ from rlhf_rollout.backends.transformers.token_sampling import draw_tokens
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Draw:
-    """One sample on its way."""
+    """One sample while it is being drawn."""
 
     request: GenerationRequest
     generator: torch.Generator
@@ -47,7 +47,7 @@ class Draw:
             self.finish_reason = "length"
 
     def sample(self) -> Sample:
-        """The finished sample; one that was cut off says so."""
+        """The sample; its finish reason is `abort` if it was cut off."""
         return Sample(
             token_ids=tuple(self.tokens),
             log_probs=tuple(self.log_probs),
@@ -90,7 +90,7 @@ class Decoder:
 
     @torch.inference_mode()
     def keep(self, draws: Iterable[Draw]) -> None:
-        """Leave all but the given draws."""
+        """Drop all draws but the given ones."""
         wanted = set(map(id, draws))
         rows = [row for row, draw in enumerate(self.draws) if id(draw) in wanted]
         if len(rows) == len(self.draws):

@@ -86,7 +86,7 @@ class DecodingLoop:
         return future
 
     def resume(self) -> None:
-        """Sample again."""
+        """Go on sampling after a pause."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -128,7 +128,7 @@ class DecodingLoop:
             self.decoder.keep([])
 
     def accept(self) -> None:
-        """Take requests again."""
+        """Take requests again after `refuse`."""
         with self._changed:
             self._refusal = None
 

@@ -22,7 +22,7 @@ _group_is_ours = False
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds the generators of the whole process, which a training engine may share."""
+    """Restore the random state of the process, whose generators vLLM seeds and a training engine may share."""
     import numpy
     import torch
 
@@ -85,7 +85,7 @@ def _keep_kernels() -> None:
 
 
 def _sample_one_token(engine: LLMEngine) -> None:
-    """Some unsupported models (head sizes without a kernel) fail only when they run."""
+    """Sample one token, since some unsupported models (head sizes without a kernel) fail only when they run."""
     from vllm import SamplingParams
 
     prompt: Any = {"type": "token", "prompt_token_ids": [0]}

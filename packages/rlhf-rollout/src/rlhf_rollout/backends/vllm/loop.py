@@ -37,7 +37,7 @@ class VLLMLoop:
         shut_down: releases the engine, on the thread, at the very end.
         refusals: exceptions by which the engine rejects one request and stays healthy.
         drain: the outputs of steps that the engine has begun and not finished; none if its steps do not overlap.
-        cause: what is known of an engine's death beside its exception, to be put before that; asked once it failed.
+        cause: asked once the engine has failed: text to put before its exception, for instance which worker died.
 
     Raises:
         EngineDiedError: by every method, once the engine has failed or `stop` was called.
@@ -113,11 +113,11 @@ class VLLMLoop:
             self._pending.clear()
 
     def resume(self, engine: LLMEngine) -> None:
-        """Step again."""
+        """Go on stepping after a pause."""
         self._paused = False
 
     def settle(self, engine: LLMEngine) -> None:
-        """Collect the steps in flight, which there are between the stages of a pipeline."""
+        """Finish the steps in flight between the stages of a pipeline, and deliver their outputs."""
         for outputs in self._drain(engine):
             self._deliver(outputs)
 
@@ -130,7 +130,7 @@ class VLLMLoop:
         self._pending.clear()
 
     def accept(self) -> None:
-        """Take requests again."""
+        """Take requests again after `refuse`."""
         self._refusal = None
 
     # ------------------------------------------------------------ the thread

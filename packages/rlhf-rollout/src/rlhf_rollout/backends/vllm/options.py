@@ -1,4 +1,4 @@
-"""From a RolloutConfig to vLLM's own: process environment and engine arguments."""
+"""From a RolloutConfig to vLLM's own settings: environment variables and engine arguments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def env_vars(config: RolloutConfig) -> dict[str, str]:
 
 
 def prepare_process(config: RolloutConfig) -> None:
-    """Set what is missing of `env_vars`, and import vLLM (seconds)."""
+    """Set those of `env_vars` that are not set, and import vLLM, which takes seconds."""
     for name, value in env_vars(config).items():
         os.environ.setdefault(name, value)
     # With an engine process of vLLM's own, steps could not be separated from weight updates.
@@ -191,8 +191,11 @@ def _has_tokenizer(model: str) -> bool:
 
 
 def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
-    """Eager mode, and whole prompts: vLLM rewinds the generator of a seeded request when it prefills a part of
-    the prompt, which generators of the CPU cannot do."""
+    """Eager mode and whole prompts.
+
+    vLLM rewinds the generator of a seeded request when it prefills a part of the prompt, which generators of the
+    CPU cannot do.
+    """
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "block_size": _CPU_BLOCK,

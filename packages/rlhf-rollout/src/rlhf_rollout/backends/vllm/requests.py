@@ -26,7 +26,7 @@ _LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to it
 def sampling_params(
     request: GenerationRequest, config: RolloutConfig, capabilities: BackendCapabilities
 ) -> SamplingParams:
-    """What vLLM is asked for.
+    """The request as vLLM's sampling parameters.
 
     Raises:
         CapabilityError: the request needs what this engine cannot do, or its prompt fills `max_model_len`.
@@ -57,7 +57,7 @@ def sampling_params(
 
 
 def engine_prompt(request: GenerationRequest, image_token_id: int | None) -> dict[str, Any]:
-    """What vLLM takes as prompt.
+    """The prompt as vLLM takes it.
 
     Args:
         request: with images or without.

@@ -41,7 +41,7 @@ class EngineWeights:
         self._link: Link | None = None
 
     def drop(self) -> None:
-        """Sleep has dropped the weights."""
+        """Note that sleep has dropped the weights."""
         self._base, self._dropped = None, True
 
     def check_present(self, engine: LLMEngine, loop: VLLMLoop) -> None:
@@ -54,7 +54,7 @@ class EngineWeights:
 
         Raises:
             DeadlineExceeded: the sender did not accept in time.
-            WeightSyncError: it cannot be joined.
+            WeightSyncError: the link cannot be joined.
         """
         info = {
             "kind": link.kind,
@@ -75,8 +75,8 @@ class EngineWeights:
         """Take weights or an adapter, and drop all that was computed with the old ones.
 
         Raises:
-            CapabilityError: an adapter, and the engine was built with adapter_rank 0.
-            WeightSyncError: it did not arrive or does not fit; the loop then refuses requests.
+            CapabilityError: the manifest brings an adapter, and the engine was built with adapter_rank 0.
+            WeightSyncError: the weights did not arrive or do not fit; the loop then refuses requests.
         """
         if manifest.adapter is not None and not self._adapters:
             raise CapabilityError(

@@ -79,7 +79,7 @@ class IsolatedReward:
         return await asyncio.wrap_future(call)
 
     def check(self) -> frozenset[str]:
-        """Start a worker now, which is kept for the first batch; returns the columns that the data must have.
+        """Start the first worker now; returns the columns that the data must have.
 
         Raises:
             PluginError: the function cannot be imported, or has the wrong signature.
@@ -105,7 +105,7 @@ class IsolatedReward:
             worker.kill()
 
     def _score(self, trajectories: list[Trajectory], texts: list[str]) -> list[Score]:
-        """In a thread of the pool, of which there are as many as workers."""
+        """Score with an idle worker; runs in a thread of the pool, which has as many as there are workers."""
         worker = self._idle.get()
         try:
             worker = worker or self._start()[0]

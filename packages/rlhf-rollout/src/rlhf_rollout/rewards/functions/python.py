@@ -162,7 +162,7 @@ class PythonReward:
         return {**wanted, "completion": text}
 
     def _row(self, trajectory: Trajectory) -> dict[str, Any]:
-        """What there is for one sample, by the names of the function's parameters."""
+        """The columns of one sample, under the names of the function's parameters."""
         data = trajectory.metadata
         renamed = {parameter: data[column] for parameter, column in self._renamed.items() if column in data}
         return {**data, **renamed, "completion_ids": list(trajectory.response_token_ids)}

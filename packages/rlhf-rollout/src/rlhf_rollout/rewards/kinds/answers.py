@@ -142,17 +142,17 @@ def _parse_gold(answer: str) -> tuple[Any, ...]:
 
 
 def check_math_verify() -> None:
-    """Find out now whether the math-verify library is there.
+    """Check that the math-verify library is installed.
 
     Raises:
-        PluginError: it is not.
+        PluginError: the library is not installed.
     """
     if find_spec("math_verify") is None:
         raise PluginError("the reward `math` needs the math-verify library: install rlhf-rollout[math]")
 
 
 def load_math_verify() -> None:
-    """Load the library and what it loads at its first comparison: seconds that belong to no sample."""
+    """Load math-verify and what it loads at its first comparison, which takes seconds."""
     math_answer("\\boxed{\\frac{1}{2}}", "0.5")
 
 

@@ -107,7 +107,11 @@ def extract_code(text: str) -> str:
 
 
 def tests_of(trajectory: Trajectory, column: str) -> str | list[tuple[str, str]]:
-    """A sample's tests, checked."""
+    """The tests in a sample's column, as source or as (input, output) pairs.
+
+    Raises:
+        DataError: the column is missing, or has another form.
+    """
     tests: Any = trajectory.metadata.get(column)
     if isinstance(tests, str) and tests.strip():
         return tests

@@ -23,7 +23,7 @@ class EnvironmentRewardConfig(RewardConfig):
 
 
 class EnvironmentReward:
-    """RewardFunction of what the environment gave: the sum over the turns, which also says where it fell.
+    """RewardFunction that takes what the environment gave: the sum over the turns, and where each part of it fell.
 
     Components: `turns`, and the numbers that the environment logged.
     """

@@ -29,7 +29,7 @@ class ModelReward:
     """RewardFunction from a reward model, which reads the very tokens that were sampled."""
 
     def __init__(self, engine: Scorer, *, name: str = "reward model", min_rows: int = 1) -> None:
-        """`engine` is in the reward role; `min_rows` is what it needs at least: its ranks, if it has several."""
+        """`engine` is in the reward role; `min_rows` is the smallest batch that it takes (its ranks)."""
         self.name = name
         self._engine = JoinedScorer(engine, min_rows=min_rows)
 

@@ -178,7 +178,7 @@ class StepReward:
 
 
 def split_steps(text: str, separator: str) -> list[str]:
-    """Steps with their separators; what has no more than space in it joins the step before.
+    """The steps of a text, each with its separator; a piece of nothing but space joins the step before it.
 
     >>> split_steps("a;b; ;", ";"), split_steps("  ", ";")
     (['a;', 'b; ;'], [])

@@ -81,7 +81,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         self.receiver = join(link, rank, device=self.device if link.kind in ("nccl", "ipc") else "cpu")
 
     def start_weight_update(self) -> None:
-        """Nothing: a session that only `receive_weights` opens is one that it can close when it fails."""
+        """Does nothing: `receive_weights` opens the reload session itself, so that it can close it on failure."""
 
     def receive_weights(self, update_info: ManifestInfo) -> None:
         """Receive, load and check all weights; on failure the model stays loadable, with undefined weights."""
@@ -116,7 +116,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             model.load_weights(held.with_partners(spec.name for spec in manifest.tensors))
 
     def finish_weight_update(self) -> None:
-        """Nothing; see `start_weight_update`."""
+        """Does nothing; see `start_weight_update`."""
 
     def shutdown(self) -> None:
         """Leave the link."""
@@ -202,7 +202,7 @@ def _keep_unfinished(model: nn.Module, memory: set[int]) -> None:
 
 @contextlib.contextmanager
 def _quiet_about_untouched_layers(partial: bool) -> Iterator[None]:
-    """vLLM warns of every layer that gets no weights; in a partial sync that is most of them."""
+    """Silence vLLM's warning about every layer that gets no weights: in a partial sync that is most of them."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = logger.level
     if partial:
@@ -214,8 +214,11 @@ def _quiet_about_untouched_layers(partial: bool) -> Iterator[None]:
 
 
 def _repack_head(model: nn.Module) -> None:
-    """On a CPU each linear layer multiplies with a packed copy. A tied head receives no weight of its own, so
-    nothing else would renew its copy."""
+    """Pack the head's weight anew.
+
+    On a CPU each linear layer multiplies with a packed copy of its weight. A tied head receives no weight of its
+    own, so nothing else would renew its copy.
+    """
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
