@@ -33,10 +33,10 @@ from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
-from rlhf_launch.online.loop import OnlineRun, train
+from rlhf_launch.online.loop import OnlineRun, run_steps
 from rlhf_launch.online.preflight import check_inputs
 from rlhf_launch.online.report import Reporter
-from rlhf_launch.online.run import open_producer, open_run
+from rlhf_launch.online.setup import open_producer, open_run, schedule_of
 
 FILL = 2
 """Steps that are not counted."""
@@ -75,19 +75,20 @@ def configuration(folder: Path, *, prompts: int, samples: int) -> RunConfig:
     return from_mapping(RunConfig, settings, source="benchmark")
 
 
-def measure(run: OnlineRun, mode: str, *, steps: int) -> dict[str, float]:
+def measure(run: OnlineRun, config: RunConfig, mode: str, *, steps: int) -> dict[str, float]:
     """Seconds per step and the means of what the steps report."""
     overlap = None if MODES[mode] is None else Overlap(**MODES[mode])
-    version = run.roles.sync.version or 0
+    version = run.sync.version or 0
     # As many further steps stand in for the run's continuation: without them there is less and less to overlap.
-    config = replace(run.config, rollout=replace(run.config.rollout, overlap=overlap), steps=version + steps + 99)
-    producer = open_producer(config, run.prompts, run.roles.pool, run.roles.rewarder)
+    config = replace(config, rollout=replace(config.rollout, overlap=overlap), steps=version + steps + 99)
+    producer = open_producer(config, run.prompts, run.make_groups, run.pool)
     producer.ledger.step = producer.ledger.version = run.state.step = version
-    part = replace(run, config=config, recipe=config.recipe, producer=producer)
+    schedule = replace(schedule_of(config), steps=version + FILL + steps)
+    trainer = replace(run.trainer, recipe=config.recipe)
     before = len(rows_of(run))
-    train(replace(part, config=replace(config, steps=version + FILL + steps)))
+    run_steps(replace(run, schedule=schedule, trainer=trainer, producer=producer))
     producer.close()
-    run.roles.sync(version + FILL + steps)
+    run.sync(version + FILL + steps)
     found = rows_of(run)[before + FILL :]
     wanted = ("step", "rollout", "reward", "score", "train", "sync")
     means = {name: sum(row[f"seconds/{name}"] for row in found) / len(found) for name in wanted}
@@ -139,7 +140,7 @@ def main() -> None:
         ):
             for turn in range(options.rounds):
                 for mode in MODES:
-                    found = measure(run, mode, steps=options.steps)
+                    found = measure(run, config, mode, steps=options.steps)
                     print(f"turn {turn} {mode}: {found['step']:.2f} s per step", flush=True)
                     if mode not in best or found["step"] < best[mode]["step"]:
                         best[mode] = found

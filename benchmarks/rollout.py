@@ -219,7 +219,7 @@ def bench_engines(
 def bench_rewards(vllm: Any, requests: Sequence[GenerationRequest], repeats: int) -> dict[str, Any]:
     """Each group is one request of eight samples, which is scored while the others are still being generated."""
     from rlhf_launch.samples.prompts import Prompt
-    from rlhf_launch.samples.sample import trajectories_of
+    from rlhf_launch.samples.sampling import trajectories_of
     from rlhf_rollout import PythonReward
 
     groups = [replace(request, request_id=f"g{index}", n=GROUP) for index, request in enumerate(requests[::GROUP])]

@@ -139,10 +139,10 @@ async def play(
         return tokenizer.batch_decode([t.response_token_ids for t in trajectories], skip_special_tokens=True)
 
     groups = [loop.run_group(task) for task in tasks]
-    finished = [group async for group in score_as_finished(groups, EnvironmentReward(), decode)]
-    finished.sort(key=lambda group: group.index)
-    trajectories = [t for group in finished for t in group.trajectories]
-    scores = [score for group in finished for score in group.scores]
+    finished = dict([scored async for scored in score_as_finished(groups, EnvironmentReward(), decode)])
+    in_order = [finished[place] for place in range(len(tasks))]
+    trajectories = [t for group in in_order for t in group.trajectories]
+    scores = [score for group in in_order for score in group.scores]
     names = sorted({name for score in scores for name in score.components})
     result = StepResult(
         step=step,

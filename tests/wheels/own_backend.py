@@ -32,7 +32,7 @@ def main() -> None:
         RunConfig,
         TrainSection,
     )
-    from rlhf_launch.online.run import run_online
+    from rlhf_launch.online.run import train
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,9 +51,9 @@ def main() -> None:
             output_dir=str(folder / "run"),
             steps=2,
         )
-        run = run_online(config)
+        result = train(config)
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        if run.state.step != 2 or [row["weight_version"] for row in rows] != [1, 2]:
+        if result.steps != 2 or [row["weight_version"] for row in rows] != [1, 2]:
             raise SystemExit(f"the run did not take two steps: {rows}")
         if not all(row["grad_norm"] > 0 for row in rows):
             raise SystemExit(f"nothing was learnt, so nothing was synced: {rows}")

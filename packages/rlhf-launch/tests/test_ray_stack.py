@@ -7,20 +7,22 @@ import contextlib
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from rlhf_algos import from_mapping
-from rlhf_core import ResourceError, collate
+from rlhf_core import ResourceError, SamplingConfig, collate
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
-from rlhf_launch.online.loop import add_model_outputs, train, train_on
+from rlhf_launch.online.loop import restore, run_steps
+from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.preflight import check_inputs
-from rlhf_launch.online.report import PhaseClock, Reporter
-from rlhf_launch.online.run import open_producer, open_run
+from rlhf_launch.online.report import Reporter
+from rlhf_launch.online.setup import open_producer, open_run, schedule_of
 from rlhf_launch.online.state import RunState
-from rlhf_launch.samples.collecting import sample_and_score
+from rlhf_launch.samples.groups import staleness
 
 pytestmark = pytest.mark.stack
 
@@ -60,11 +62,15 @@ def metric_rows(run):
 
 
 @pytest.fixture(scope="module")
-def run(folder, tmp_path_factory):
-    output_dir = tmp_path_factory.mktemp("stack")
-    config = from_mapping(RunConfig, settings(folder, output_dir), source="test")
+def config(folder, tmp_path_factory):
+    return from_mapping(RunConfig, settings(folder, tmp_path_factory.mktemp("stack")), source="test")
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    output_dir = Path(config.output_dir)
     inputs = check_inputs(config)
-    assert (inputs.components.engine, inputs.components.backend) == ("deepspeed", "vllm")
+    assert (inputs.backends.engine, inputs.backends.backend) == ("deepspeed", "vllm")
     store = CheckpointStore(output_dir / "checkpoints")
     with (
         Reporter(output_dir, steps=config.steps, tensorboard=False) as reporter,
@@ -73,27 +79,30 @@ def run(folder, tmp_path_factory):
         yield run
 
 
+SAMPLING = SamplingConfig(max_tokens=12)
+
+
 def sample(run, prompts, label):
-    """New training samples."""
-    groups, _ = sample_and_score(run, prompts, run.config.rollout.sampling, label=label, samples=2)
+    """New samples, as training has them."""
+    groups = run.make_groups(SAMPLING).groups(prompts, label=label, samples=2)
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def mismatch(run, label):
     """Largest difference between the generator's log-probs of its tokens and the trainer's, on new samples."""
     batch = collate(sample(run, run.prompts.take(4), label=label))
-    trainer = run.roles.policy.score(batch).log_probs
+    trainer = run.trainer.policy.score(batch).log_probs
     return float((trainer - batch["rollout_log_probs"]).masked_fill(~batch.response_mask, 0).abs().max())
 
 
 def test_generator_and_trainer_agree_before_anything_is_trained(run):
-    assert run.roles.sync.transport == "shm"
-    assert run.roles.policy.ranks == run.roles.critic.ranks == 2
+    assert run.sync.transport == "shm"
+    assert run.trainer.policy.ranks == run.trainer.critic.ranks == 2
     assert mismatch(run, "start") < 1e-4
 
 
 def test_the_loop_runs(run):
-    train(run)
+    run_steps(run)
     rows = metric_rows(run)
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     for name in ("reward", "reward/model", "reward/function", "kl", "entropy", "grad_norm", "critic/grad_norm"):
@@ -109,22 +118,23 @@ def test_the_loop_runs(run):
 def test_a_sync_makes_the_generator_equal_to_the_trainer(run):
     assert mismatch(run, "in-sync") < 1e-4
     batch = collate(sample(run, run.prompts.take(6), label="more"))
-    batch = add_model_outputs(batch, run.roles).with_columns(truncated=torch.zeros(batch.rows, dtype=torch.bool))
-    batch, _ = run.recipe.prepare(batch, torch.randn(batch.rows), torch.arange(batch.rows), kl_coef=0.0)
-    run.roles.policy.step(batch, run.recipe.policy_loss())
+    batch = run.trainer.score(batch).with_columns(truncated=torch.zeros(batch.rows, dtype=torch.bool))
+    recipe = run.trainer.recipe
+    batch, _ = recipe.prepare(batch, torch.randn(batch.rows), torch.arange(batch.rows), kl_coef=0.0)
+    run.trainer.policy.step(batch, recipe.policy_loss())
     assert mismatch(run, "behind") > 1e-2
-    report = run.roles.sync(4)
+    report = run.sync(4)
     assert report.bytes > 500_000
-    assert run.roles.pool.weight_versions() == [4]
+    assert run.pool.weight_versions() == [4]
     assert mismatch(run, "in-sync-again") < 1e-4
 
 
 def test_a_lost_link_is_opened_again(run):
-    first = run.roles.sync._link
-    run.roles.policy.open_link("gloo", 1)  # closes the first link; nobody joins this one
-    report = run.roles.sync(5)
+    first = run.sync._link
+    run.trainer.policy.open_link("gloo", 1)  # closes the first link; nobody joins this one
+    report = run.sync(5)
     assert report.version == 5
-    assert run.roles.sync._link != first
+    assert run.sync._link != first
     assert mismatch(run, "after-reconnect") < 1e-4
 
 
@@ -138,10 +148,10 @@ def test_restored_engines_go_on_bit_for_bit(run):
     for path in sorted((folder / "step-000003").rglob("*"), reverse=True):
         path.rmdir()
     (folder / "step-000003").rmdir()
-    run.state.restore(run)
+    restore(run)
     assert run.state.step == 2
-    assert run.roles.pool.weight_versions() == [2]
-    train(run)
+    assert run.pool.weight_versions() == [2]
+    run_steps(run)
     rows = metric_rows(run)
     assert rows[:3] == uninterrupted
     assert rows[3] == uninterrupted[2]
@@ -151,13 +161,13 @@ def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):
     from rlhf_core import model_outputs
     from transformers import AutoModelForCausalLM
 
-    run.roles.policy.export(tmp_path / "model")
+    run.trainer.policy.export(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     batch = collate(sample(run, run.prompts.take(4), label="export"))
     with torch.no_grad():
         exported = model_outputs(model, batch, ("log_probs",)).log_probs
-    assert torch.allclose(exported, run.roles.policy.score(batch).log_probs, atol=1e-5)
-    run.roles.policy.export_average(tmp_path / "average")
+    assert torch.allclose(exported, run.trainer.policy.score(batch).log_probs, atol=1e-5)
+    run.trainer.policy.export(tmp_path / "average", averaged=True)
     average = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
     assert any(not torch.allclose(weight, average[name]) for name, weight in model.state_dict().items())
 
@@ -168,55 +178,60 @@ def test_a_killed_generator_is_replaced_and_no_sample_is_lost(run):
     import ray
 
     prompts = run.prompts.take(6)
-    actor = run.roles.pool._handles[0]._actor
+    actor = run.pool._handles[0]._actor
     killer = threading.Timer(0.05, ray.kill, [actor])
-    long = dataclasses.replace(run.config.rollout.sampling, max_tokens=12, min_tokens=12)
+    long = SamplingConfig(max_tokens=12, min_tokens=12)
     killer.start()
-    groups, dropped = sample_and_score(run, prompts * 40, long, label="killed", samples=2)
+    groups = run.make_groups(long).groups(prompts * 40, label="killed", samples=2)
     killer.join()
-    assert run.roles.pool._handles[0]._actor is not actor
-    assert not run.roles.pool.lost
-    assert dropped == 0
+    assert run.pool._handles[0]._actor is not actor
+    assert not run.pool.lost
+    assert not any(group.dropped for group in groups)
     assert len({t.sample_id for g in groups for t in g.trajectories}) == 6 * 40 * 2
-    version = run.roles.sync.version
+    version = run.sync.version
     assert {v for g in groups for t in g.trajectories for v in t.weight_versions} == {-1, version}
     assert mismatch(run, "replaced") < 1e-4
-    assert run.roles.sync(version + 1).version == version + 1
+    assert run.sync(version + 1).version == version + 1
 
 
-def overlapping(run, tmp_path, *, steps, **overlap):
-    """The same workers in another mode, going on from the version that they have."""
-    version = run.roles.sync.version
+def overlapping(run, config, tmp_path, *, steps, **overlap):
+    """The same workers in another mode, continuing from the version that they have."""
+    version = run.sync.version
     rollout = dataclasses.replace(
-        run.config.rollout,
+        config.rollout,
         samples_per_prompt=4,
-        sampling=dataclasses.replace(run.config.rollout.sampling, max_tokens=40),
+        sampling=dataclasses.replace(config.rollout.sampling, max_tokens=40),
         overlap=Overlap(**overlap),
     )
-    config = dataclasses.replace(run.config, rollout=rollout, steps=version + steps)
-    producer = open_producer(config, run.prompts, run.roles.pool, run.roles.rewarder)
+    config = dataclasses.replace(config, rollout=rollout, steps=version + steps)
+    producer = open_producer(config, run.prompts, run.make_groups, run.pool)
     producer.ledger.step = producer.ledger.version = version
-    state = RunState(CheckpointStore(tmp_path), step=version)
-    return dataclasses.replace(run, config=config, recipe=config.recipe, producer=producer, state=state), version
+    trainer = dataclasses.replace(run.trainer, recipe=config.recipe)
+    state = RunState(CheckpointStore(tmp_path), trainer.trained, producer, trainer.kl)
+    state.step = version
+    schedule = schedule_of(config)
+    other = dataclasses.replace(run, schedule=schedule, trainer=trainer, producer=producer, state=state)
+    return other, version
 
 
-def test_partial_rollouts_go_on_under_the_new_weights(run, tmp_path):
-    partial, version = overlapping(run, tmp_path, steps=4, max_staleness=3, pause_while_training=True)
+def test_partial_rollouts_continue_under_the_new_weights(run, config, tmp_path):
+    partial, version = overlapping(run, config, tmp_path, steps=4, max_staleness=3, pause_while_training=True)
     spans, stale_gap, used = 0, 0.0, set()
     with contextlib.closing(partial.producer) as producer:
         for step in range(version, version + 4):
-            collected = producer.collect()
-            producer.hold()
-            assert collected.staleness(step)["staleness/max"] <= 3
-            fresh_gap, old_gap = gaps(run, collected.trajectories, step)
+            groups, _ = producer.collect()
+            producer.pause()
+            assert staleness(groups, step)["staleness/max"] <= 3
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            fresh_gap, old_gap = gaps(run, trajectories, step)
             # A token under the new weights means what the trainer says of it, although older ones came before.
             assert fresh_gap < 1e-4
             stale_gap = max(stale_gap, old_gap)
-            spans += sum(len({v for v in t.weight_versions if v >= 0}) > 1 for t in collected.trajectories)
-            used |= {t.sample_id for t in collected.trajectories}
-            train_on(partial, collected, step, PhaseClock())
-            run.roles.sync(step + 1)
-            producer.go_on(step + 1)
+            spans += sum(len({v for v in t.weight_versions if v >= 0}) > 1 for t in trajectories)
+            used |= {t.sample_id for t in trajectories}
+            partial.trainer.step(groups, step, PhaseClock())
+            run.sync(step + 1)
+            producer.resume(step + 1)
         assert producer.ledger.in_flight == []
     assert spans > 0
     assert stale_gap > 1e-3
@@ -226,7 +241,7 @@ def test_partial_rollouts_go_on_under_the_new_weights(run, tmp_path):
 def gaps(run, trajectories, version):
     """Largest difference between sampler and trainer, over tokens of this version and over older ones."""
     batch = collate(trajectories)
-    gap = (run.roles.policy.score(batch).log_probs - batch["rollout_log_probs"]).abs()
+    gap = (run.trainer.policy.score(batch).log_probs - batch["rollout_log_probs"]).abs()
     versions = [torch.tensor(t.weight_versions) for t in trajectories]
     padded = torch.nn.utils.rnn.pad_sequence(versions, batch_first=True, padding_value=-1)
     of_version = {
@@ -236,15 +251,15 @@ def gaps(run, trajectories, version):
     return [float(gap.masked_fill(~mask, 0).max()) for mask in of_version.values()]
 
 
-def test_asynchronous_training_over_a_resume(run, tmp_path):
-    whole, version = overlapping(run, tmp_path, steps=4, max_staleness=2)
-    half = dataclasses.replace(whole, config=dataclasses.replace(whole.config, steps=version + 2))
+def test_asynchronous_training_over_a_resume(run, config, tmp_path):
+    whole, version = overlapping(run, config, tmp_path, steps=4, max_staleness=2)
+    half = dataclasses.replace(whole, schedule=dataclasses.replace(whole.schedule, steps=version + 2))
     with contextlib.closing(whole.producer) as producer:
-        train(half)
+        run_steps(half)
         waiting = producer.state()["ledger"]
         assert len(waiting["in_flight"]) + len(waiting["finished"]) > 0
-        whole.state.restore(whole)
-        train(whole)
+        restore(whole)
+        run_steps(whole)
         counts = producer.ledger.counts
         assert counts["dispatched"] == counts["consumed"] == 4 * 6
         assert producer.ledger.in_flight == []
@@ -254,21 +269,21 @@ def test_asynchronous_training_over_a_resume(run, tmp_path):
     assert all(0 < row["off_policy_weight"] <= 2 for row in rows)
 
 
-def test_a_generator_killed_during_training_is_replaced_by_the_sync(run, tmp_path):
+def test_a_generator_killed_during_training_is_replaced_by_the_sync(run, config, tmp_path):
     import ray
 
-    other, version = overlapping(run, tmp_path, steps=3, max_staleness=1)
+    other, version = overlapping(run, config, tmp_path, steps=3, max_staleness=1)
     with contextlib.closing(other.producer) as producer:
-        collected = producer.collect()
-        with run.roles.replacement.held_off():
-            ray.kill(run.roles.pool._handles[0]._actor)  # the only one, with samples under way
-            train_on(other, collected, version, PhaseClock())
-            assert run.roles.replacement.sync(version + 1).version == version + 1
-            producer.go_on(version + 1)
+        groups, _ = producer.collect()
+        with run.replacement.suspended():
+            ray.kill(run.pool._handles[0]._actor)  # the only one, with samples under way
+            other.trainer.step(groups, version, PhaseClock())
+            assert run.replacement.sync(version + 1).version == version + 1
+            producer.resume(version + 1)
         other.state.step = version + 1
-        train(other)
+        run_steps(other)
         assert producer.ledger.counts["consumed"] == producer.ledger.counts["dispatched"] == 3 * 6
-    assert run.roles.pool.weight_versions() == [version + 3]
+    assert run.pool.weight_versions() == [version + 3]
     assert mismatch(run, "replaced by the sync") < 1e-4
 
 

@@ -80,6 +80,7 @@ def test_all_is_sorted_and_pinned():
         "read_signature",
         "run_program",
         "score_as_finished",
+        "score_group",
         "split_calls",
         "tool_call_parser",
         "unreachable",

@@ -17,7 +17,7 @@ from rlhf_core import ConfigError, DataError, RewardError, RolloutConfig
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.cli.main import app
 from rlhf_launch.config.reward import RewardSection
-from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, run_generation
+from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, generate
 from rlhf_rollout import AgentConfig
 from typer.testing import CliRunner
 
@@ -40,7 +40,7 @@ def read(config):
 
 
 def test_a_row_holds_tokens_log_probs_reasons_and_scores(config):
-    report = run_generation(config, console=QUIET)
+    report = generate(config, console=QUIET)
     rows = read(config)
     assert sorted(rows, key=int) == [str(n) for n in range(24)]
     assert (report.prompts, report.written, report.found) == (24, 24, 0)
@@ -61,7 +61,7 @@ def test_a_row_holds_tokens_log_probs_reasons_and_scores(config):
 
 
 def test_without_a_reward_there_are_no_scores(config):
-    report = run_generation(replace(config, reward=None), console=QUIET)
+    report = generate(replace(config, reward=None), console=QUIET)
     assert report.mean_score is None
     assert "score" not in read(config)["0"]["samples"][0]
 
@@ -90,7 +90,7 @@ def test_killed_and_started_again_it_writes_what_an_uninterrupted_run_writes(con
     assert again.returncode == 0, again.stderr
     assert f"{complete} of 24 prompts are done already" in again.stdout
     assert f"{24 - complete} rows written" in again.stdout
-    run_generation(replace(config, reward=None), console=QUIET)
+    generate(replace(config, reward=None), console=QUIET)
     whole, resumed = read(config), read(replace(config, output=str(output)))
     assert output.read_bytes().count(b"\n") == 24
     for prompt_id, row in whole.items():
@@ -100,33 +100,33 @@ def test_killed_and_started_again_it_writes_what_an_uninterrupted_run_writes(con
 
 
 def test_a_torn_last_line_is_dropped_with_or_without_its_end(config):
-    run_generation(config, console=QUIET)
+    generate(config, console=QUIET)
     path = config.output
     lines = Path(path).read_bytes().splitlines(keepends=True)
     for torn in (b'{"prompt_id": "9"', b"\x00\x00\x00\n"):
         Path(path).write_bytes(b"".join(lines[:10]) + torn)
-        assert run_generation(config, console=QUIET).found == 10
+        assert generate(config, console=QUIET).found == 10
         assert len(read(config)) == 24
 
 
 def test_a_row_that_is_not_ours_in_the_middle_is_an_error(config):
-    run_generation(config, console=QUIET)
+    generate(config, console=QUIET)
     lines = Path(config.output).read_bytes().splitlines(keepends=True)
     Path(config.output).write_bytes(lines[0] + b"oops\n" + lines[1])
     with pytest.raises(DataError, match="row 2 was not written"):
-        run_generation(config, console=QUIET)
+        generate(config, console=QUIET)
 
 
 def test_a_finished_file_starts_no_engine(config):
-    run_generation(config, console=QUIET)
-    report = run_generation(config, console=QUIET)
+    generate(config, console=QUIET)
+    report = generate(config, console=QUIET)
     assert (report.written, report.found, report.tokens) == (0, 24, 0)
 
 
 def test_rows_of_other_settings_or_data_do_not_mix(config, tmp_path):
-    run_generation(config, console=QUIET)
+    generate(config, console=QUIET)
     with pytest.raises(ConfigError, match=r"begun with seed=0, now it is 1"):
-        run_generation(replace(config, seed=1), console=QUIET)
+        generate(replace(config, seed=1), console=QUIET)
     data = Path(config.data.prompts).read_text().replace("3+3=", "3+4=")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(data)
@@ -134,11 +134,11 @@ def test_rows_of_other_settings_or_data_do_not_mix(config, tmp_path):
     settings = json.loads(Path(beside).read_text()) | {"prompts": str(prompts)}
     Path(beside).write_text(json.dumps(settings))
     with pytest.raises(DataError, match="its row 3 belongs to another prompt"):
-        run_generation(replace(config, data=replace(config.data, prompts=str(prompts))), console=QUIET)
+        generate(replace(config, data=replace(config.data, prompts=str(prompts))), console=QUIET)
     stranger = tmp_path / "notes.jsonl"
     stranger.write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match="not written by this command"):
-        run_generation(replace(config, output=str(stranger)), console=QUIET)
+        generate(replace(config, output=str(stranger)), console=QUIET)
 
 
 def test_a_failing_reward_keeps_what_was_finished(config):
@@ -146,7 +146,7 @@ def test_a_failing_reward_keeps_what_was_finished(config):
 
     broken = replace(config, reward=RewardSection(function="launch_rewards:raises"))
     with pytest.raises(RewardError, match="no network today"):
-        run_generation(broken, console=QUIET)
+        generate(broken, console=QUIET)
     assert read(config) == {}
 
 
@@ -158,7 +158,7 @@ def test_rewards_of_several_kinds_with_a_reward_model(config, folder):
         "digits": {"kind": "function", "function": "launch_rewards:digits"},
     }
     reward = from_mapping(RewardSection, {"parts": parts}, source="test")
-    report = run_generation(replace(config, reward=reward), console=QUIET)
+    report = generate(replace(config, reward=reward), console=QUIET)
     samples = [sample for row in read(config).values() for sample in row["samples"]]
     assert report.written == 24
     assert len({sample["score_components"]["rm"] for sample in samples}) > 1
@@ -170,14 +170,12 @@ def test_rewards_of_several_kinds_with_a_reward_model(config, folder):
         total = 0.5 * found["rm"] + found["same"] + found["steps"] + found["digits"]
         assert sample["score"] == pytest.approx(total)
     with pytest.raises(ConfigError, match="was begun with reward="):
-        run_generation(config, console=QUIET)
+        generate(config, console=QUIET)
 
 
 def test_samples_that_the_reward_policy_drops_have_their_reason(config):
     reward = {"function": "launch_rewards:raises", "on_failure": {"then": "drop", "attempts": 1}}
-    report = run_generation(
-        replace(config, reward=from_mapping(RewardSection, reward, source="test")), console=QUIET
-    )
+    report = generate(replace(config, reward=from_mapping(RewardSection, reward, source="test")), console=QUIET)
     assert report.mean_score is None
     samples = [sample for row in read(config).values() for sample in row["samples"]]
     assert len(samples) == 72
@@ -222,9 +220,9 @@ def test_through_an_openai_compatible_server(config, folder, monkeypatch):
             output=config.output + ".remote",
             rollout=replace(config.rollout, backend="openai", options=options),
         )
-        run_generation(remote, console=QUIET)
+        generate(remote, console=QUIET)
     served.close()
-    run_generation(config, console=QUIET)
+    generate(config, console=QUIET)
     here, there = read(config), read(remote)
     for prompt_id, row in here.items():
         assert [s["token_ids"] for s in there[prompt_id]["samples"]] == [s["token_ids"] for s in row["samples"]]
@@ -233,7 +231,7 @@ def test_through_an_openai_compatible_server(config, folder, monkeypatch):
 @pytest.mark.stack
 def test_with_vllm(config):
     vllm = replace(config, rollout=replace(config.rollout, backend="vllm"))
-    run_generation(vllm, console=QUIET)
+    generate(vllm, console=QUIET)
     rows = read(vllm)
     assert len(rows) == 24
     assert all(len(row["samples"]) == 3 for row in rows.values())

@@ -11,7 +11,7 @@ from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 from rlhf_launch.mismatch.attribution import Gap, Scored, check_tokens, diagnose, readings
 from rlhf_launch.mismatch.run import check_mismatch, forward_of
 from rlhf_launch.samples.prompts import Prompt
-from rlhf_launch.samples.sample import trajectories_of
+from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_rollout import TransformersBackend
 from typer.testing import CliRunner
 

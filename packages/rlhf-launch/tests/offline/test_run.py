@@ -7,8 +7,8 @@ from rlhf_algos import from_mapping, read_metrics
 from rlhf_core import CapabilityError, ConfigError, EngineConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.cli.offline import offline
-from rlhf_launch.offline.run import PlacedEngine, ScaledOfflineConfig, ScaleSection, train_at_scale
-from rlhf_launch.placement.plans import LocalExecutor
+from rlhf_launch.offline.run import PlacedEngine, ScaledOfflineConfig, ScaleSection, train_offline
+from rlhf_launch.placement.executor import LocalExecutor
 from typer.testing import CliRunner
 
 
@@ -56,7 +56,7 @@ def alone(inputs, output, **changes):
 
 
 def test_a_placed_engine_gives_the_run_of_an_engine_in_this_process(inputs, tmp_path):
-    result = train_at_scale(configure(inputs, tmp_path / "placed", engine="torch", executor="local"))
+    result = train_offline(configure(inputs, tmp_path / "placed", engine="torch", executor="local"))
     assert result.steps == 2
     assert numbers(tmp_path / "placed") == alone(inputs, tmp_path / "alone")
 
@@ -130,7 +130,7 @@ def test_the_command(inputs, tmp_path):
 def test_two_zero_3_ranks_placed_by_ray_equal_one_process(inputs, tmp_path):
     config = configure(inputs, tmp_path / "ray", ranks=2)
     assert config.scale.engine_name == "deepspeed"
-    result = train_at_scale(config)
+    result = train_offline(config)
     assert result.steps == 2
     for placed, single in zip(numbers(tmp_path / "ray"), alone(inputs, tmp_path / "alone"), strict=True):
         assert placed == pytest.approx(single, rel=1e-3)

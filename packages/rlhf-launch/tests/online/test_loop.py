@@ -13,12 +13,14 @@ import yaml
 from rlhf_algos import from_mapping
 from rlhf_core import ConfigError, RewardError
 from rlhf_launch.config.run import RunConfig
-from rlhf_launch.online.run import open_producer, run_online
+from rlhf_launch.online.checkpoints import CheckpointStore
+from rlhf_launch.online.run import train
+from rlhf_launch.online.setup import open_producer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def read_rows(run):
-    path = run.reporter.directory / "metrics.jsonl"
+    path = run.folder / "metrics.jsonl"
     return [row for row in map(json.loads, path.read_text().splitlines()) if "reward" in row]
 
 
@@ -48,7 +50,7 @@ def grpo_settings(folder, output_dir):
 def grpo(folder, tmp_path_factory):
     """One finished GRPO run with a KL penalty; the tests look at what it left."""
     settings = grpo_settings(folder, tmp_path_factory.mktemp("grpo") / "run")
-    return run_online(from_mapping(RunConfig, settings, source="test"))
+    return train(from_mapping(RunConfig, settings, source="test"))
 
 
 def rise(run):
@@ -63,7 +65,7 @@ def test_the_reward_rises(grpo):
 @pytest.mark.parametrize("paused", [True, False])
 def test_the_reward_rises_with_stale_samples_too(folder, make_config, tmp_path, paused):
     overlap = {"max_staleness": 2, "pause_while_training": paused}
-    run = run_online(make_config(grpo_settings(folder, tmp_path / "run"), rollout__overlap=overlap))
+    run = train(make_config(grpo_settings(folder, tmp_path / "run"), rollout__overlap=overlap))
     assert sum(row["staleness/mean"] for row in read_rows(run)) > 6
     assert rise(run) > 0.05
 
@@ -90,7 +92,7 @@ def test_the_kl_grows_from_zero(grpo):
 
 
 def test_the_model_is_a_normal_transformers_directory(grpo, folder):
-    saved = grpo.reporter.directory / "model"
+    saved = grpo.folder / "model"
     model, start = (AutoModelForCausalLM.from_pretrained(path) for path in (saved, folder / "policy"))
     assert len(AutoTokenizer.from_pretrained(saved)) == len(AutoTokenizer.from_pretrained(folder / "policy"))
     weights, before = model.state_dict(), start.state_dict()
@@ -99,7 +101,7 @@ def test_the_model_is_a_normal_transformers_directory(grpo, folder):
 
 
 def test_plot_config_events_and_checkpoints_are_there(grpo):
-    directory = grpo.reporter.directory
+    directory = grpo.folder
     assert (directory / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (directory / "config.yaml").exists()
     assert list(directory.glob("events.out.tfevents*"))
@@ -114,7 +116,7 @@ def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folde
         train__minibatches=2,
         train__critic_warmup_steps=1,
     )
-    run = run_online(config)
+    run = train(config)
     rows = read_rows(run)
     assert "grad_norm" not in rows[0]  # only the critic is trained in exactly the first step
     assert all("grad_norm" in row for row in rows[1:])
@@ -124,10 +126,10 @@ def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folde
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
-    whole = run_online(make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "whole")))
+    whole = train(make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "whole")))
     part = make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "part"))
-    run_online(make_config(settings, steps=2, checkpoint_every=2, output_dir=str(tmp_path / "part")))
-    resumed = run_online(part, resume=True)
+    train(make_config(settings, steps=2, checkpoint_every=2, output_dir=str(tmp_path / "part")))
+    resumed = train(part, resume=True)
     assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict().items():
         other = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "model").state_dict()[name]
@@ -136,7 +138,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pa
 
 def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
     settings |= {"steps": 6, "checkpoint_every": 1, "tensorboard": False}
-    whole = run_online(make_config(settings, output_dir=str(tmp_path / "whole")))
+    whole = train(make_config(settings, output_dir=str(tmp_path / "whole")))
     settings["output_dir"] = str(tmp_path / "killed")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     program = "from rlhf_launch.cli.main import main; main()"
@@ -148,7 +150,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pat
         time.sleep(0.002)
     run.kill()
     run.wait()
-    resumed = run_online(make_config(settings), resume=True)
+    resumed = train(make_config(settings), resume=True)
     assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
     final = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "killed")]
     weights, other = (model.state_dict() for model in final)
@@ -162,7 +164,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pat
 def test_a_bad_reward_stops_the_run_with_its_reason(settings, make_config, function, message):
     config = make_config(settings, reward__function=f"launch_rewards:{function}", data__eval_rows=0)
     with pytest.raises(RewardError, match=message):
-        run_online(config)
+        train(config)
 
 
 def test_episodes_in_an_environment(settings, make_config):
@@ -173,7 +175,7 @@ def test_episodes_in_an_environment(settings, make_config):
         rollout__max_model_len=120,
         data__eval_rows=2,
     )
-    rows = read_rows(run_online(config))
+    rows = read_rows(train(config))
     assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)  # turns were not tokenised again
     assert all(0 < row["response_length"] <= 24 for row in rows)
     assert all(row["reward"] > 0 and row["grad_norm"] > 0 for row in rows)
@@ -189,7 +191,7 @@ def test_episodes_overlap_training(settings, make_config, folder):
         data__eval_rows=2,
         eval_every=1,
     )
-    rows = read_rows(run_online(config))
+    rows = read_rows(train(config))
     assert [row["prompts/used"] for row in rows] == [4, 4, 4]
     assert all(row["staleness/max"] <= 1 and row["grad_norm"] > 0 for row in rows)
 
@@ -199,16 +201,20 @@ def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folde
     config = make_config(
         settings, evaluations={"sums": held_out}, eval_every=1, rollout__dynamic_sampling={"max_rounds": 2}
     )
-    run = run_online(config)
-    rows = [json.loads(line) for line in (run.reporter.directory / "metrics.jsonl").read_text().splitlines()]
+    run = train(config)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/sums/pass@4" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/held-out/reward" in row] == [0, 1, 2, 3]
     steps = [row for row in rows if "reward" in row]
     assert all(row["prompts/started"] == row["prompts/used"] + row["prompts/filtered"] for row in steps)
 
 
+def store(run):
+    return CheckpointStore(run.folder / "checkpoints")
+
+
 def final_state(run):
-    return run.state.store.latest()[1]
+    return store(run).latest()[1]
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -223,15 +229,15 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
         "eval_every": 2,
         "output_dir": str(tmp_path / "run"),
     }
-    half = run_online(make_config(settings, steps=4, **changes))
+    half = train(make_config(settings, steps=4, **changes))
     assert final_state(half)["ledger"]["counts"]["consumed"] == 12
     # The trainer stops amid the run: what is in flight belongs to the checkpoint.
-    (half.reporter.directory / "checkpoints" / "step-000004").rename(tmp_path / "lost")
+    (half.folder / "checkpoints" / "step-000004").rename(tmp_path / "lost")
     state = final_state(half)
     ledger = state["ledger"]
     assert state["step"] == 2
     assert ledger["counts"]["dispatched"] == 6 + len(ledger["in_flight"]) + len(ledger["finished"])
-    run = run_online(make_config(settings, steps=6, **changes), resume=True)
+    run = train(make_config(settings, steps=6, **changes), resume=True)
     state = final_state(run)
     assert state["ledger"] == {
         "in_flight": [],
@@ -261,15 +267,15 @@ def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
     paused = make_config(settings, rollout__overlap={"pause_while_training": True})
     unpausable = types.SimpleNamespace(pause_mode=None)
     with pytest.raises(ConfigError, match="a rollout backend that can pause"):
-        open_producer(paused, None, unpausable, None)
+        open_producer(paused, None, None, unpausable)
 
 
 def test_the_best_checkpoint_outlives_newer_ones(settings, make_config):
     with pytest.raises(ConfigError, match=r"names the set 'sums'; there is held-out"):
         make_config(settings, keep_best="eval/sums/reward")
     config = make_config(settings, keep_best="step_number", checkpoint_every=1, keep_checkpoints=1, best_is="min")
-    run = run_online(config)
-    assert run.state.store.steps() == [3]  # there is no such metric, so nothing to compare
+    run = train(config)
+    assert store(run).steps() == [3]  # there is no such metric, so nothing to compare
     best = make_config(
         settings,
         keep_best="learning_rate",
@@ -279,4 +285,4 @@ def test_the_best_checkpoint_outlives_newer_ones(settings, make_config):
         train__optimizer={"learning_rate": 1e-3, "schedule": "linear"},
         output_dir=config.output_dir + "-2",
     )
-    assert run_online(best).state.store.steps() == [1, 3]
+    assert store(train(best)).steps() == [1, 3]

@@ -37,55 +37,68 @@ class Group:
             self.write()
 
 
+class Run:
+    """The state of a run whose only engine is a `Group`."""
+
+    def __init__(self, folder, *, background=True):
+        self.policy = Group()
+        producer = types.SimpleNamespace(state=lambda: {"prompt_position": 0, "ledger": {}})
+        kl = types.SimpleNamespace(state_dict=dict)
+        self.store = CheckpointStore(folder, keep=1)
+        self.state = RunState(self.store, [self.policy], producer, kl, background=background)
+
+    def at(self, step):
+        self.state.step = step
+        self.state.save()
+
+
 @pytest.fixture
 def run(tmp_path):
-    return types.SimpleNamespace(
-        config=types.SimpleNamespace(seed=0, keep_best=None, checkpoint_in_background=True),
-        roles=types.SimpleNamespace(policy=Group(), critic=None),
-        producer=types.SimpleNamespace(state=lambda: {"prompt_position": 0, "ledger": {}}),
-        kl=types.SimpleNamespace(state_dict=dict),
-        state=RunState(CheckpointStore(tmp_path, keep=1)),
-    )
-
-
-def at(run, step):
-    run.state.step = step
-    run.state.save(run)
+    return Run(tmp_path)
 
 
 def test_a_checkpoint_counts_when_all_is_written(run):
-    at(run, 1)
-    run.state.publish(run)
-    assert run.state.store.steps() == []  # still being written: training goes on
-    run.roles.policy.write()
-    run.state.publish(run)
-    assert run.state.store.steps() == [1]
-    run.state.publish(run)  # nothing is left to do
+    run.at(1)
+    run.state.publish()
+    assert run.store.steps() == []  # still being written: training continues
+    run.policy.write()
+    run.state.publish()
+    assert run.store.steps() == [1]
+    run.state.publish()  # nothing is left to do
 
 
 def test_the_next_checkpoint_and_the_end_of_the_run_wait_for_it(run):
-    at(run, 1)
-    at(run, 2)
-    assert run.state.store.steps() == [1]
-    run.state.publish(run, wait=True)
-    assert run.state.store.steps() == [2]
+    run.at(1)
+    run.at(2)
+    assert run.store.steps() == [1]
+    run.state.publish(wait=True)
+    assert run.store.steps() == [2]
 
 
 def test_a_failure_in_the_background_stops_the_run_and_leaves_the_old_checkpoint(run):
-    at(run, 1)
-    run.state.publish(run, wait=True)
-    at(run, 2)
-    run.roles.policy.fails = True
+    run.at(1)
+    run.state.publish(wait=True)
+    run.at(2)
+    run.policy.fails = True
     with pytest.raises(RLHFError, match="disk is full"):
-        run.state.publish(run, wait=True)
-    assert run.state.store.steps() == [1]
-    path, state = run.state.store.latest()
+        run.state.publish(wait=True)
+    assert run.store.steps() == [1]
+    path, state = run.store.latest()
     assert state["step"] == 1
     assert (path / "policy" / "weights").exists()
 
 
-def test_without_background_it_counts_at_once(run):
-    run.config.checkpoint_in_background = False
-    at(run, 1)
-    run.state.publish(run)
-    assert run.state.store.steps() == [1]
+def test_without_background_it_counts_at_once(tmp_path):
+    run = Run(tmp_path, background=False)
+    run.at(1)
+    run.state.publish()
+    assert run.store.steps() == [1]
+
+
+def test_a_score_belongs_to_the_checkpoint_of_its_step(run):
+    run.at(1)
+    run.state.rate(0.5)
+    run.state.step = 2  # the checkpoint of step 1 is still being written
+    run.state.rate(0.9)
+    run.state.publish(wait=True)
+    assert run.store.latest()[1]["score"] == 0.5

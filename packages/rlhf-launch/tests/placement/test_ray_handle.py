@@ -4,7 +4,7 @@ import os
 
 import pytest
 from rlhf_core import EngineDiedError, ResourceError, WeightSyncError
-from rlhf_launch.placement.plans import WorkerPlan
+from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
 from rlhf_launch.workers.handles import gather
 
@@ -37,7 +37,7 @@ def cluster():
 
 def plan(name, **settings):
     return WorkerPlan(
-        name=name, worker=Actor, arguments=(name,), cpus=0.25, environment={"GREETING": "hello"}, **settings
+        name=name, worker=Actor, arguments=(name,), cpus=0.25, env_vars={"GREETING": "hello"}, **settings
     )
 
 

@@ -8,9 +8,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core import Score, Trajectory
-from rlhf_launch.samples.groups import Group
+from rlhf_core import DroppedSample, Score, Trajectory
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_rollout import ScoredGroup
 
 
 def group(position, *scores):
@@ -22,7 +22,8 @@ def group(position, *scores):
         rollout_log_probs=(0.0, -1.0),
         weight_versions=(-1, 0),
     )
-    return Group(trajectories=(trajectory,), scores=tuple(Score(value=float(score)) for score in scores or (0,)))
+    values = tuple(Score(value=float(score)) for score in scores or (0,))
+    return ScoredGroup(trajectories=(trajectory,) * len(values), scores=values)
 
 
 def positions(groups):
@@ -208,8 +209,22 @@ def test_groups_that_json_cannot_hold_are_generated_again():
     start_all(ledger, 0)
     (trajectory,) = group(0).trajectories
     dated = dataclasses.replace(trajectory, metadata={"day": datetime.date(2026, 1, 2)})
-    ledger.finish(0, Group(trajectories=(dated,), scores=(Score(value=1.0),)))
+    ledger.finish(0, ScoredGroup(trajectories=(dated,), scores=(Score(value=1.0),)))
     ledger.finish(1, group(1))
     ledger = resumed(ledger, limits)
     assert ledger.in_flight == [0]
     assert ledger.waiting == 1
+
+
+def test_a_waiting_group_survives_a_checkpoint_whole():
+    whole = dataclasses.replace(
+        group(0, 0.5),
+        scores=(Score(value=0.5, components={"a": 1.0}, rewards=(0.0, 0.5)),),
+        dropped=(DroppedSample(sample_id="0/1", reason="hung"),),
+        greedy_score=0.25,
+    )
+    ledger, other = (Ledger(LedgerLimits(per_step=1, steps=1)) for _ in range(2))
+    ledger.start(0)
+    ledger.finish(0, whole)
+    other.restore(json.loads(json.dumps(ledger.state())), step=0)
+    assert other.take() == [whole]

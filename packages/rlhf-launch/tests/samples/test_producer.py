@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_core import DeadlineExceeded, DroppedSample, EngineDiedError, RewardError, SamplingConfig, Score
 from rlhf_core.testing.fakes import ScriptedBackend
-from rlhf_launch.samples.groups import group_from_plain, group_to_plain
+from rlhf_launch.samples.groups import GroupMaker, collate_groups, staleness
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 from rlhf_launch.samples.producer import Producer, ProducerConfig
 from rlhf_launch.samples.prompts import Prompt, PromptStream
 from rlhf_launch.samples.reward import Rewarder
-from rlhf_launch.samples.sample import group_sampler
+from rlhf_launch.samples.sampling import response_sampler
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
 
@@ -72,8 +72,10 @@ class Run:
         self.prompts = PromptStream(numbered, seed=0, shuffle=False)
         self.ledger = Ledger(LedgerLimits(**{"per_step": 6, "steps": 100, **limits}))
         self.producer = Producer(
-            group_sampler(self.pool, SamplingConfig(max_tokens=64), None, TOKENIZER, max_tokens=512, seed=0),
-            Rewarder(reward or ByPrompt(), TOKENIZER),
+            GroupMaker(
+                response_sampler(self.pool, SamplingConfig(max_tokens=64), seed=0),
+                Rewarder(reward or ByPrompt(), TOKENIZER),
+            ),
             self.prompts,
             self.ledger,
             self.pool,
@@ -82,13 +84,13 @@ class Run:
         self.version = 0
 
     def step(self):
-        collected = self.producer.collect()
-        self.producer.hold()
+        groups, self.report = self.producer.collect()
+        self.producer.pause()
         self.version += 1
         for engine in self.engines:
             engine.set_version(self.version)
-        self.producer.go_on(self.version)
-        return collected
+        self.producer.resume(self.version)
+        return groups
 
     @property
     def requests(self):
@@ -122,36 +124,36 @@ def of_length(length):
 
 def test_alternation_takes_the_prompts_in_order(start):
     run = start()
-    collected = run.step()
-    assert numbers(collected.groups) == [0, 1, 2, 3, 4, 5]
-    assert [t.sample_id for t in collected.trajectories[:5]] == ["0/0", "0/1", "0/2", "0/3", "1/0"]
+    groups = run.step()
+    assert numbers(groups) == [0, 1, 2, 3, 4, 5]
+    assert collate_groups(groups).sample_ids[:5] == ("0/0", "0/1", "0/2", "0/3", "1/0")
     assert len(run.requests) == 6  # one request for all samples of a prompt
     assert len({request.seed for request in run.requests}) == 6
     time.sleep(0.05)
     assert len(run.requests) == 6  # nothing is generated while the trainer is at work
-    assert numbers(run.step().groups) == [6, 7, 8, 9, 10, 11]
+    assert numbers(run.step()) == [6, 7, 8, 9, 10, 11]
 
 
 def test_groups_that_teach_nothing_are_replaced(start):
-    collected = start(filter_flat=True, max_misses=24).step()
-    assert numbers(collected.groups) == [0, 2, 4, 6, 8, 10]
-    assert collected.counts["prompts/started"] - collected.counts["prompts/filtered"] == 6
-    assert collected.counts["prompts/used"] == 6
+    run = start(filter_flat=True, max_misses=24)
+    assert numbers(run.step()) == [0, 2, 4, 6, 8, 10]
+    assert run.report.counts["prompts/started"] - run.report.counts["prompts/filtered"] == 6
+    assert run.report.counts["prompts/used"] == 6
 
 
 def test_a_step_that_stays_short_trains_on_what_it_has(start):
-    collected = start(filter_flat=True, max_misses=3).step()
-    assert numbers(collected.groups) == [0, 2, 4, 6, 8]
-    assert collected.counts["prompts/filtered"] == 4
+    run = start(filter_flat=True, max_misses=3)
+    assert numbers(run.step()) == [0, 2, 4, 6, 8]
+    assert run.report.counts["prompts/filtered"] == 4
 
 
 def test_prompts_without_a_score_are_replaced_and_counted(start):
     run = start(reward=ByPrompt(bad={1, 4}))
-    collected = run.step()
+    groups = run.step()
     assert sorted(run.ledger.dropped) == [(1, "no verdict"), (4, "no verdict")]
-    assert numbers(collected.groups) == [0, 2, 3, 5, 6, 7]
-    assert collected.counts["prompts/dropped"] == 2
-    assert collected.counts["dropped_samples"] == 8
+    assert numbers(groups) == [0, 2, 3, 5, 6, 7]
+    assert run.report.counts["prompts/dropped"] == 2
+    assert run.report.counts["dropped_samples"] == 8
 
 
 def test_a_step_without_any_score_ends_the_run(start):
@@ -179,13 +181,13 @@ def test_a_wait_that_gets_too_long_says_what_is_missing(start):
 def test_partial_rollouts_continue_under_the_new_weights(start):
     run = start(during="pause", max_staleness=1, per_step=2, script=of_length(lambda n: 60 if n == 1 else 2))
     first = run.step()
-    assert 1 not in numbers(first.groups)
+    assert 1 not in numbers(first)
     second = run.step()
-    assert 1 in numbers(second.groups)  # where it is due; it was waited for
-    (slow,) = (group for group in second.groups if numbers([group]) == [1])
+    assert 1 in numbers(second)  # where it is due; it was waited for
+    (slow,) = (group for group in second if numbers([group]) == [1])
     versions = {v for t in slow.trajectories for v in t.weight_versions if v >= 0}
     assert versions == {0, 1}
-    assert second.staleness(1) == {"staleness/mean": pytest.approx(1), "staleness/max": 1}
+    assert staleness(second, 1) == {"staleness/mean": pytest.approx(1), "staleness/max": 1}
     assert sum(request.prompt_token_ids[1] == 1 for request in run.requests) == 1  # never started over
 
 
@@ -197,7 +199,7 @@ def test_engines_that_can_only_abort_continue_from_the_tokens_they_had(start):
 
     run = start(during="pause", max_staleness=1, per_step=2, script=countdown, pause_modes=frozenset({"abort"}))
     run.step()
-    (slow,) = (group for group in run.step().groups if numbers([group]) == [1])
+    (slow,) = (group for group in run.step() if numbers([group]) == [1])
     for trajectory in slow.trajectories:
         assert trajectory.response_token_ids == tuple(range(60))
         assert not trajectory.truncated
@@ -212,13 +214,13 @@ def test_engines_stand_still_while_training_only_where_that_is_wanted(start):
     for during, still in (("pause", True), ("run", False)):
         run = start(during=during, max_staleness=1, per_step=2, script=of_length(lambda n: 1 if n < 2 else 60))
         run.producer.collect()
-        run.producer.hold()
-        before = run.pool.idle.take()
+        run.producer.pause()
+        before = run.pool.take_idle_seconds()
         time.sleep(0.1)
         assert run.engines[0]._paused is still
-        assert (run.pool.idle.take() > 0.08) is still
+        assert (run.pool.take_idle_seconds() > 0.08) is still
         assert before >= 0
-        run.producer.go_on(1)
+        run.producer.resume(1)
         assert not run.engines[0]._paused
 
 
@@ -235,19 +237,19 @@ def test_asynchronous_generation_goes_on_during_training(start):
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    staleness=st.integers(1, 3),
+    bound=st.integers(1, 3),
     during=st.sampled_from(["pause", "run"]),
     engines=st.integers(1, 2),
     filter_flat=st.booleans(),
 )
 def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost_or_used_twice(
-    seed, staleness, during, engines, filter_flat
+    seed, bound, during, engines, filter_flat
 ):
     length = [random.Random(seed + n).choice((1, 3, 40)) for n in range(1000)]
     run = Run(
         script=of_length(lambda n: length[n]),
         during=during,
-        max_staleness=staleness,
+        max_staleness=bound,
         engines=engines,
         filter_flat=filter_flat,
         per_step=3,
@@ -257,9 +259,9 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost_or_used_twice(
     try:
         used = []
         for step in range(5):
-            collected = run.step()
-            assert collected.staleness(step)["staleness/max"] <= staleness
-            used += [n for group in collected.groups for n in numbers([group])]
+            groups = run.step()
+            assert staleness(groups, step)["staleness/max"] <= bound
+            used += numbers(groups)
         assert len(used) == len(set(used)) == 15
         assert not filter_flat or all(n % 2 == 0 for n in used)
         counts = run.ledger.counts
@@ -280,8 +282,8 @@ def test_prompts_in_flight_are_generated_again_after_resume(start):
     again = start(during="run", max_staleness=1, per_step=2, script=script)
     again.version = 1
     again.producer.restore(state, step=1)
-    rest = [numbers(again.step().groups) for _ in range(4)]
-    used = sorted(n for groups in (numbers(first.groups), *rest) for n in groups)
+    rest = [numbers(again.step()) for _ in range(4)]
+    used = sorted(n for groups in (numbers(first), *rest) for n in groups)
     assert len(used) == len(set(used)) == 10
     assert used[:6] == [0, 1, 2, 3, 4, 5]  # the long ones too: no bias to short answers
     seeds = {r.request_id: r.seed for r in run.requests}
@@ -295,7 +297,7 @@ def test_restoring_gives_up_what_runs(start):
     for engine in run.engines:
         engine.set_version(1)
     run.producer.restore(state, step=1)
-    assert len(numbers(run.step().groups)) == 2
+    assert len(numbers(run.step())) == 2
     counts = run.ledger.counts
     assert counts["dispatched"] == len(run.ledger.in_flight) + run.ledger.waiting + counts["consumed"]
 
@@ -303,7 +305,7 @@ def test_restoring_gives_up_what_runs(start):
 def test_an_engine_that_dies_in_mid_generation_costs_no_prompt(start):
     run = start(during="run", max_staleness=1, per_step=4, engines=2, script=of_length(lambda n: 30))
     threading.Timer(0.01, run.engines[0].die).start()
-    used = [n for _ in range(3) for n in numbers(run.step().groups)]
+    used = [n for _ in range(3) for n in numbers(run.step())]
     assert len(used) == len(set(used)) == 12
     assert run.pool.live == [1]
 
@@ -329,7 +331,7 @@ def test_a_request_that_a_failed_sync_ended_starts_again(start):
         return await generate(request)
 
     engine.generate = once_stale
-    assert numbers(run.step().groups) == [0]
+    assert numbers(run.step()) == [0]
     assert calls == ["0", "0"]
 
 
@@ -340,13 +342,4 @@ def test_closing_twice_is_harmless_and_ends_what_runs():
         run.producer._fill()
     run.close()
     run.producer.close()
-    assert not asyncio.all_tasks(run.producer._loop)
-
-
-def test_a_waiting_group_survives_a_checkpoint(start):
-    import dataclasses
-    import json
-
-    group = start().step().groups[0]
-    restored = group_from_plain(json.loads(json.dumps(group_to_plain(group))))
-    assert dataclasses.asdict(restored) == dataclasses.asdict(group)
+    assert not asyncio.all_tasks(run.producer._thread._loop)

@@ -2,8 +2,7 @@ import pytest
 from rlhf_algos import Row
 from rlhf_core import DataError
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_launch.config.run import DataSection
-from rlhf_launch.samples.prompts import PromptStream, make_prompts
+from rlhf_launch.samples.prompts import PromptFormat, PromptStream, make_prompts
 
 TOKENIZER = byte_tokenizer()
 
@@ -12,12 +11,8 @@ def rows(*values):
     return [Row(source="p.jsonl", number=n, values=value) for n, value in enumerate(values, 1)]
 
 
-def section(**settings):
-    return DataSection(prompts="p.jsonl", **settings)
-
-
 def test_plain_text_and_the_other_columns():
-    (prompt,), dropped = make_prompts(rows({"prompt": "1+1=", "answer": "2"}), TOKENIZER, section())
+    (prompt,), dropped = make_prompts(rows({"prompt": "1+1=", "answer": "2"}), TOKENIZER)
     assert TOKENIZER.decode(prompt.token_ids) == "1+1="
     assert prompt.metadata == {"answer": "2"}
     assert dropped == 0
@@ -25,11 +20,11 @@ def test_plain_text_and_the_other_columns():
 
 def test_messages_get_the_chat_template_and_the_system_prompt():
     messages = [{"role": "user", "content": "hi"}]
-    (prompt,), _ = make_prompts(rows({"prompt": messages}), TOKENIZER, section(system_prompt="be brief"))
+    (prompt,), _ = make_prompts(rows({"prompt": messages}), TOKENIZER, PromptFormat(system_prompt="be brief"))
     assert prompt.text == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
-    (same,), _ = make_prompts(rows({"prompt": "hi"}), TOKENIZER, section(chat=True, system_prompt="be brief"))
+    (same,), _ = make_prompts(rows({"prompt": "hi"}), TOKENIZER, PromptFormat(chat=True, system_prompt="be brief"))
     assert same.token_ids == prompt.token_ids
 
 
@@ -37,7 +32,7 @@ def test_messages_without_a_chat_template_are_refused_with_the_row():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"p.jsonl row 2.*no chat template"):
-        make_prompts(rows({"prompt": "x"}, {"prompt": [{"role": "user", "content": "hi"}]}), tokenizer, section())
+        make_prompts(rows({"prompt": "x"}, {"prompt": [{"role": "user", "content": "hi"}]}), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +40,17 @@ def test_messages_without_a_chat_template_are_refused_with_the_row():
 )
 def test_unusable_prompts_are_refused(value, message):
     with pytest.raises(DataError, match=message):
-        make_prompts(rows({"prompt": value}), TOKENIZER, section())
+        make_prompts(rows({"prompt": value}), TOKENIZER)
 
 
 def test_overlong_prompts_are_an_error_or_counted():
     data = rows({"prompt": "short"}, {"prompt": "much too long"})
     with pytest.raises(DataError, match=r"row 2: the prompt has 13 tokens, data.max_prompt_tokens is 8"):
-        make_prompts(data, TOKENIZER, section(max_prompt_tokens=8))
-    prompts, dropped = make_prompts(data, TOKENIZER, section(max_prompt_tokens=8, overlong="drop"))
+        make_prompts(data, TOKENIZER, PromptFormat(max_tokens=8))
+    prompts, dropped = make_prompts(data, TOKENIZER, PromptFormat(max_tokens=8, drop_overlong=True))
     assert ([p.text for p in prompts], dropped) == (["short"], 1)
     with pytest.raises(DataError, match="all 2 prompts are longer"):
-        make_prompts(data, TOKENIZER, section(max_prompt_tokens=2, overlong="drop"))
+        make_prompts(data, TOKENIZER, PromptFormat(max_tokens=2, drop_overlong=True))
 
 
 def test_a_resumed_stream_goes_on_where_it_stopped():

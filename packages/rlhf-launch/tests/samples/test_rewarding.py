@@ -13,9 +13,9 @@ from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.online.preflight import check_inputs
-from rlhf_launch.online.run import run_online
+from rlhf_launch.online.run import train
 from rlhf_launch.placement.plans import reward_plans
-from rlhf_launch.placement.resolve import choose_components
+from rlhf_launch.placement.resolve import resolve_backends
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.reward import check_reward
 from rlhf_rollout import EnvironmentRewardConfig, RewardPart
@@ -153,7 +153,7 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
     }
     own = {"model_arguments": {"low_cpu_mem_usage": True}}
     config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options=own)
-    plans = reward_plans(config, choose_components(config))
+    plans = reward_plans(config, resolve_backends(config))
     assert {name: [plan.name for plan in group] for name, group in plans.items()} == {
         "one": ["reward-one-0"],
         "two": ["reward-two-0", "reward-two-1"],
@@ -162,12 +162,12 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
     assert [plans[name][0].arguments[1].options for name in plans] == [own, {"stage": 3}]
     del parts["two"]["engine_options"]
     config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options=own)
-    assert reward_plans(config, choose_components(config))["two"][0].arguments[1].options == {}, "not torch's"
+    assert reward_plans(config, resolve_backends(config))["two"][0].arguments[1].options == {}, "not torch's"
     with pytest.raises(ResourceError, match=r"reward\.parts\.two\.ranks=2"):
-        choose_components(make_config(settings, reward={"parts": parts}))
+        resolve_backends(make_config(settings, reward={"parts": parts}))
     parts["two"]["engine"] = "torch"
     with pytest.raises(ResourceError, match=r"reward\.parts\.two\.ranks=2 needs the engine deepspeed"):
-        choose_components(make_config(settings, reward={"parts": parts}, placement__executor="ray"))
+        resolve_backends(make_config(settings, reward={"parts": parts}, placement__executor="ray"))
 
 
 def test_a_reward_model_with_another_vocabulary(folder, tmp_path):
@@ -206,7 +206,7 @@ def all_kinds(folder, tmp_path_factory, scoring_server):
             "output_dir": str(output),
             "steps": 2,
         }
-        run_online(from_mapping(RunConfig, settings, source="test"))
+        train(from_mapping(RunConfig, settings, source="test"))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "reward" in row], asked
 
@@ -263,8 +263,8 @@ def test_faults_of_every_part_lose_no_sample_and_count_none_twice(settings, make
             },
         }
         config = make_config(settings, reward={"parts": parts}, data__eval_rows=0, train__prompts_per_step=8)
-        run = run_online(config)
-    rows = [json.loads(line) for line in (run.reporter.directory / "metrics.jsonl").read_text().splitlines()]
+        run = train(config)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row]
     # A batch may have been asked for twice; a sample counts once.
     texts = {

@@ -144,7 +144,7 @@ def test_an_engine_that_keeps_dying_ends_the_run_with_the_reason(make_pool):
 def test_a_replacement_waits_while_the_trainer_is_busy(make_pool):
     executor = Executor()
     pool, replacement, _ = make_pool(Engine(dies_at=1), executor=executor)
-    with replacement.held_off():
+    with replacement.suspended():
         requests = threading.Thread(target=run_all, args=(pool, 3))
         requests.start()
         while not pool.lost:
@@ -177,7 +177,7 @@ def test_a_sync_that_finds_the_last_engine_dead_goes_to_its_replacement(make_poo
     pool, replacement, _ = make_pool(Engine(dies_at=1), executor=executor)
     replacement._sync = syncing(pool, executor)
     results = []
-    with replacement.held_off():
+    with replacement.suspended():
         requests = threading.Thread(target=lambda: results.extend(run_all(pool, 3)))
         requests.start()
         while not pool.lost:

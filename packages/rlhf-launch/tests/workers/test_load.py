@@ -2,14 +2,14 @@ import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_launch.workers.load import LeastLoaded
+from rlhf_launch.workers.load import EngineLoads
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=400)
 
 
 @given(size=st.integers(1, 7), steps=STEPS)
 def test_it_always_takes_what_a_full_search_would(size, steps):
-    engines, loads, taken = LeastLoaded(size), [0] * size, []
+    engines, loads, taken = EngineLoads(size), [0] * size, []
     for take, work in steps:
         if take or not taken:
             index = engines.take(work)
@@ -24,14 +24,14 @@ def test_it_always_takes_what_a_full_search_would(size, steps):
 
 
 def test_the_heap_does_not_grow_without_end():
-    engines = LeastLoaded(3)
+    engines = EngineLoads(3)
     for _ in range(10_000):
         engines.give_back(engines.take(2), 2)
     assert len(engines._heap) < 100
 
 
 def test_threads_may_share_it():
-    engines = LeastLoaded(4)
+    engines = EngineLoads(4)
 
     def work():
         for _ in range(2000):
@@ -49,3 +49,38 @@ def test_threads_may_share_it():
         thread.join()
     assert [engines.load(engine) for engine in range(4)] == [0, 0, 0, 0]
     assert {engines.take(1) for _ in range(4)} == {0, 1, 2, 3}  # none was forgotten
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_mean_over_engines_of_the_time_without_work():
+    clock = Clock()
+    loads = EngineLoads(2, clock=clock)
+    clock.now = 1.0  # both idle
+    assert loads.take(3) == 0
+    clock.now = 3.0  # the second idle
+    assert [loads.take(1), loads.take(1)] == [1, 1]
+    clock.now = 4.0  # none
+    loads.give_back(1, 1)
+    clock.now = 5.0  # still none
+    assert loads.take_idle_seconds() == (2 * 1 + 1 * 2) / 2
+    loads.give_back(1, 1)
+    clock.now = 6.0
+    assert loads.take_idle_seconds() == 0.5
+
+
+def test_paused_engines_are_idle_whatever_they_have():
+    clock = Clock()
+    loads = EngineLoads(1, clock=clock)
+    loads.take(1)
+    clock.now = 2.0
+    loads.pause(True)
+    clock.now = 5.0
+    loads.pause(False)
+    clock.now = 6.0
+    assert loads.take_idle_seconds() == 3.0

@@ -1,9 +1,7 @@
-import types
-
 import pytest
 import torch
 from rlhf_core import Batch, ModelOutputs
-from rlhf_launch.online.loop import add_model_outputs
+from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.train_group import TrainGroup
 
@@ -45,7 +43,6 @@ def test_scores_come_back_in_the_order_of_the_rows(echoes):
 
 def test_recorded_experts_go_into_the_update(echoes):
     batch = ragged_batch()
-    roles = types.SimpleNamespace(policy=echoes, reference=None, critic=None)
-    experts = add_model_outputs(batch, roles)["routed_experts"]
+    experts = Trainer(policy=echoes, recipe=None, kl=None).score(batch)["routed_experts"]
     assert torch.equal(experts[..., 0].long(), batch.token_ids)
     assert torch.equal(experts[..., 1].long(), -batch.token_ids)

@@ -53,7 +53,7 @@ from rlhf_rollout.rewards.kinds.model import ModelReward, ModelRewardConfig
 from rlhf_rollout.rewards.kinds.steps import StepReward, StepRewardConfig
 from rlhf_rollout.rewards.parts import RewardPart
 from rlhf_rollout.rewards.sandbox import ProgramLimits, ProgramResult, run_program
-from rlhf_rollout.rewards.scoring import ScoredGroup, score_as_finished
+from rlhf_rollout.rewards.scoring import ScoredGroup, score_as_finished, score_group
 
 if TYPE_CHECKING:
     from rlhf_rollout.gateway.app import Gateway
@@ -130,6 +130,7 @@ __all__ = [
     "read_signature",
     "run_program",
     "score_as_finished",
+    "score_group",
     "split_calls",
     "tool_call_parser",
     "unreachable",

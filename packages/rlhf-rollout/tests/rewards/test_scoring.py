@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from reward_ground import trajectory
 from rlhf_core import DroppedSample, RewardError, Score
-from rlhf_rollout import PythonReward, score_as_finished
+from rlhf_rollout import PythonReward, ScoredGroup, score_as_finished, score_group
 
 
 def decode(trajectories):
@@ -18,7 +18,7 @@ class Lengths:
 
 
 async def collect(groups, reward, **options):
-    return [group async for group in score_as_finished(groups, reward, decode, **options)]
+    return [found async for found in score_as_finished(groups, reward, decode, **options)]
 
 
 async def group(index, *, after=None):
@@ -40,9 +40,9 @@ def test_a_group_is_scored_while_another_is_generated():
         return await asyncio.wait_for(collect([group(0, after=scored), group(1)], Telling()), 20)
 
     found = asyncio.run(run())
-    assert [g.index for g in found] == [1, 0]
-    assert [[t.sample_id for t in g.trajectories] for g in found] == [["s1a", "s1b"], ["s0a", "s0b"]]
-    assert [[s.value for s in g.scores] for g in found] == [[2.0, 3.0]] * 2
+    assert [index for index, _ in found] == [1, 0]
+    assert [[t.sample_id for t in g.trajectories] for _, g in found] == [["s1a", "s1b"], ["s0a", "s0b"]]
+    assert [[s.value for s in g.scores] for _, g in found] == [[2.0, 3.0]] * 2
 
 
 def test_a_reward_that_blocks_its_thread_does_not_hold_generation():
@@ -57,7 +57,7 @@ def test_a_reward_that_blocks_its_thread_does_not_hold_generation():
 
     # The reward of the first group waits for the second one's generation.
     reward = PythonReward(lambda completion: float(generated.wait(20)))
-    assert [g.scores[0].value for g in asyncio.run(collect([group(0), late()], reward))] == [1.0, 1.0]
+    assert [g.scores[0].value for _, g in asyncio.run(collect([group(0), late()], reward))] == [1.0, 1.0]
 
 
 def test_batches_in_scoring_are_bounded():
@@ -85,10 +85,48 @@ def test_dropped_samples_are_reported_not_lost():
     async def half():
         return [DroppedSample(sample_id="env", reason="raised"), *await group(0)]
 
-    (found,) = asyncio.run(collect([half()], Dropping()))
+    ((_, found),) = asyncio.run(collect([half()], Dropping()))
     assert [t.sample_id for t in found.trajectories] == ["s0b"]
     assert [s.value for s in found.scores] == [3.0]
-    assert [f.sample_id for f in found.failed] == ["env", "s0a"]
+    assert [f.sample_id for f in found.dropped] == ["env", "s0a"]
+
+
+def test_a_group_without_a_trajectory_is_not_scored():
+    class Untouched:
+        async def score(self, trajectories, texts):
+            raise AssertionError("there is nothing to score")
+
+    lost = DroppedSample(sample_id="env", reason="raised")
+    found = asyncio.run(score_group([lost], Untouched(), decode))
+    assert found == ScoredGroup(trajectories=(), scores=(), dropped=(lost,))
+
+
+def test_the_places_of_a_score_s_parts_travel_with_the_tokens():
+    class Steps(Lengths):
+        async def score(self, trajectories, texts):
+            return [Score(value=0.5, rewards=(0.0, 0.5)), Score(value=1.0)]
+
+    found = asyncio.run(score_group([trajectory("a"), trajectory("b")], Steps(), decode))
+    assert [t.rewards for t in found.trajectories] == [(0.0, 0.5), ()]
+
+
+def scored(*values, greedy=None):
+    group = [trajectory(str(index)) for index in range(len(values))]
+    scores = tuple(Score(value=value) for value in values)
+    return ScoredGroup(trajectories=tuple(group), scores=scores, greedy_score=greedy)
+
+
+def test_scores_differ_from_each_other_or_from_the_greedy_one():
+    assert not scored().scores_differ
+    assert not scored(1.0, 1.0).scores_differ
+    assert scored(1.0, 0.0).scores_differ
+    assert not scored(1.0, greedy=1.0).scores_differ
+    assert scored(1.0, greedy=0.0).scores_differ
+
+
+def test_a_group_has_a_score_for_each_trajectory():
+    with pytest.raises(ValueError, match="1 trajectories has 0 scores"):
+        ScoredGroup(trajectories=(trajectory("a"),), scores=())
 
 
 def test_an_error_ends_generation_and_is_raised():

@@ -53,11 +53,12 @@ def generate(
     def work() -> None:
         from rlhf_algos import load_config
 
-        from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, run_generation
+        from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig
+        from rlhf_launch.generate.run import generate as generate_samples
 
         defaults = [] if path else ["rollout.samples_per_prompt=1", "placement.executor=local"]
         loaded = load_config(GenerateConfig, path, [*defaults, *arguments, *given], ignore=NOT_FOR_GENERATION)
-        report = run_generation(loaded)
+        report = generate_samples(loaded)
         score = "" if report.mean_score is None else f", mean score {report.mean_score:.4f}"
         typer.echo(f"{report.written} rows written to {loaded.output}: {report.tokens} tokens{score}")
 

@@ -49,9 +49,9 @@ def train(
         if print_config:
             typer.echo(dump_config(run_config), nl=False)
             return
-        from rlhf_launch.online.run import run_online
+        from rlhf_launch.online import run as online
 
-        run_online(run_config, resume=resume)
+        online.train(run_config, resume=resume)
         Console(highlight=False).print(f"model, metrics and plot are in {run_config.output_dir}", soft_wrap=True)
 
     run_command(work)

@@ -35,10 +35,10 @@ def offline(
             return
         from rlhf_algos import ProgressBar
 
-        from rlhf_launch.offline.run import train_at_scale
+        from rlhf_launch.offline.run import train_offline
 
         with ProgressBar(quiet=False) as bar:
-            result = train_at_scale(settings, on_event=bar.on_event)
+            result = train_offline(settings, on_event=bar.on_event)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         typer.echo(f"{result.steps} steps; {numbers}")
         typer.echo(f"model: {result.model}" + (f"; best: {result.best}" if result.best else ""))

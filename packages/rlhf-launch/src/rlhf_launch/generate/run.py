@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rlhf_algos import DataSource, check_model_path, read_rows, to_plain
+from rlhf_algos import check_model_path, to_plain
 from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, Score, check_scores
 
 from rlhf_launch.config.run import (
@@ -24,15 +24,16 @@ from rlhf_launch.config.run import (
     TrainSection,
 )
 from rlhf_launch.generate.rows import GeneratedRows, make_row
-from rlhf_launch.online.preflight import load_tokenizer
-from rlhf_launch.placement.plans import open_executor, reward_plans, rollout_plans
-from rlhf_launch.placement.resolve import ResolvedBackends, choose_components
-from rlhf_launch.samples.prompts import Prompt, make_prompts
+from rlhf_launch.online.preflight import prompt_format, training_source
+from rlhf_launch.placement.plans import reward_plans, rollout_plans
+from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
+from rlhf_launch.placement.start import executor_of, start_workers
+from rlhf_launch.samples.prompts import Prompt, load_tokenizer, read_prompts
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
-from rlhf_launch.samples.sample import trajectories_of
+from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_launch.seeds import request_seed
+from rlhf_launch.workers.coroutines import run_coroutine
 from rlhf_launch.workers.rollout_pool import RolloutPool
-from rlhf_launch.workers.train_group import TrainGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ class GenerationReport:
     mean_score: float | None
 
 
-def run_generation(config: GenerateConfig, *, console: Console | None = None) -> GenerationReport:
+def generate(config: GenerateConfig, *, console: Console | None = None) -> GenerationReport:
     """Generate what is still missing in the output file.
 
     Raises:
@@ -108,12 +109,11 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
         RewardError: the reward function failed; finished rows are in the file, the next call goes on from there.
     """
     console = console or Console(highlight=False)
-    components = choose_components(config, trains=False)
+    backends = resolve_backends(config, trains=False)
     check_model_path(config.model.policy, what="model.policy")
     tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
     data = config.data
-    source = DataSource(path=data.prompts, split=data.split, columns=data.columns, limit=data.limit)
-    prompts, dropped = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
+    prompts, dropped = read_prompts(training_source(data), tokenizer, prompt_format(data))
     with ExitStack() as stack:
         checked = None
         if config.reward is not None:
@@ -130,12 +130,11 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
         total = len(prompts)
         if not pending:
             return GenerationReport(prompts=total, written=0, found=total, tokens=0, mean_score=None)
-        pool, rewarder = _start_workers(config, components, checked, tokenizer, stack)
-        console.print(f"{components.backend}: {pool.engines} engine(s), up after {pool.start():.1f} s")
+        pool, rewarder = stack.enter_context(_start(config, backends, checked, tokenizer, console))
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(pending))
         work = _Work(config, pool, tokenizer, rewarder, rows, advance=lambda: progress.advance(bar))
-        asyncio.run(work.run(pending))
+        run_coroutine(work.run(pending))
     return GenerationReport(
         prompts=len(prompts),
         written=len(pending),
@@ -145,33 +144,29 @@ def run_generation(config: GenerateConfig, *, console: Console | None = None) ->
     )
 
 
-def _start_workers(
+@contextmanager
+def _start(
     config: GenerateConfig,
-    components: ResolvedBackends,
+    backends: ResolvedBackends,
     checked: CheckedReward | None,
     tokenizer: Any,
-    stack: ExitStack,
-) -> tuple[RolloutPool, Rewarder | None]:
-    """The rollout engines and the reward with its models; the stack closes them."""
+    console: Console,
+) -> Iterator[tuple[RolloutPool, Rewarder | None]]:
+    """The rollout engines, and the reward with its models."""
     timeout_s = config.placement.timeout_s
-    executor = open_executor(config, components)
-    stack.callback(executor.close)
-    judges = reward_plans(config, components)
-    handles = list(
-        executor.place([*(plan for plans in judges.values() for plan in plans), *rollout_plans(config, components)])
-    )
-    for handle in handles:
-        stack.callback(handle.close)
-    groups: dict[str, TrainGroup] = {}
-    for name, plans in judges.items():
-        groups[name] = TrainGroup(f"reward {name}", handles[: len(plans)], timeout_s=timeout_s)
-        handles = handles[len(plans) :]
-        groups[name].start()
-    if checked is None:
-        return RolloutPool(handles, timeout_s=timeout_s), None
-    reward, close = open_reward(checked, groups, tokenizer)
-    stack.callback(close)
-    return RolloutPool(handles, timeout_s=timeout_s), Rewarder(reward, tokenizer)
+    executor = executor_of(config, backends)
+    training = {f"reward {name}": plans for name, plans in reward_plans(config, backends).items()}
+    rollout = rollout_plans(config, backends)
+    with (
+        ExitStack() as stack,
+        start_workers(executor, training, rollout, timeout_s=timeout_s, say=console.print) as workers,
+    ):
+        rewarder = None
+        if checked is not None:
+            reward, close = open_reward(checked, workers.training, tokenizer)
+            stack.callback(close)
+            rewarder = Rewarder(reward, tokenizer)
+        yield workers.pool, rewarder
 
 
 class _Work:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +12,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rlhf_algos import check_model_path
-from rlhf_core import ConfigError, SamplingConfig, Trajectory, collate
+from rlhf_core import ConfigError, DeadlineExceeded, DroppedSample, SamplingConfig, Trajectory, collate
 from torch import Tensor
 
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.mismatch.attribution import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
 from rlhf_launch.online.preflight import Inputs, check_inputs
-from rlhf_launch.placement.plans import open_executor, rollout_plans, training_plans
-from rlhf_launch.samples.sample import generate
+from rlhf_launch.placement.plans import rollout_plans, training_plans
+from rlhf_launch.placement.start import executor_of, start_workers
+from rlhf_launch.samples.sampling import GroupSampler, response_sampler
 from rlhf_launch.weight_sync.sync import WeightSync
-from rlhf_launch.workers.handles import Handle
+from rlhf_launch.workers.coroutines import run_coroutine
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 
@@ -53,14 +55,14 @@ def check_mismatch(
     sampler_model = sampler_model or config.model.policy
     # Tokens whose end-of-text was held back have log-probs of yet another distribution.
     sampling = replace(config.rollout.sampling, min_tokens=0)
-    with ExitStack() as stack:
-        group, pool, sync = _start(config, inputs, sampler_model, stack)
-        trajectories = _sample(config, inputs, pool, sampling, prompts, label="doctor")
+    with _start(config, inputs, sampler_model) as (group, pool, sync):
+        sample = response_sampler(pool, sampling, seed=config.seed)
+        trajectories = _sample(config, inputs, sample, prompts, label="doctor")
         scored = _score(config, group, sampling, trajectories)
         after = None
         if sync is not None:
             sync(1)
-            again = _sample(config, inputs, pool, sampling, prompts, label="doctor after sync")
+            again = _sample(config, inputs, sample, prompts, label="doctor after sync")
             after = Gap.between(_sampled(again), _trainer_log_probs(group, again))
     versions = {version for t in trajectories for version in t.weight_versions if version >= 0}
     diagnosis = diagnose(
@@ -76,41 +78,44 @@ def check_mismatch(
     return report
 
 
+@contextmanager
 def _start(
-    config: RunConfig, inputs: Inputs, sampler_model: str, stack: ExitStack
-) -> tuple[TrainGroup, RolloutPool, WeightSync | None]:
-    executor = open_executor(config, inputs.components)
-    stack.callback(executor.close)
-    training = training_plans(config, inputs.components, "policy")
+    config: RunConfig, inputs: Inputs, sampler_model: str
+) -> Iterator[tuple[TrainGroup, RolloutPool, WeightSync | None]]:
+    backends, timeout_s = inputs.backends, config.placement.timeout_s
     sampler = replace(config, model=replace(config.model, policy=sampler_model))
-    handles: list[Handle] = list(executor.place([*training, *rollout_plans(sampler, inputs.components)]))
-    for handle in handles:
-        stack.callback(handle.close)
-    timeout_s = config.placement.timeout_s
-    group = TrainGroup("policy", handles[: len(training)], timeout_s=timeout_s)
-    pool = RolloutPool(handles[len(training) :], timeout_s=timeout_s)
-    group.start()
-    pool.start()
-    try:
-        sync = WeightSync(group, pool, transports=executor.transports, timeout_s=timeout_s)
-    except ConfigError:  # a backend that takes no weights, such as a remote server
-        sync = None
-    return group, pool, sync
+    executor = executor_of(config, backends)
+    training = {"policy": training_plans(config, backends, "policy")}
+    rollout = rollout_plans(sampler, backends)
+    with start_workers(executor, training, rollout, timeout_s=timeout_s) as workers:
+        policy, pool = workers.training["policy"], workers.pool
+        try:
+            sync = WeightSync(policy, pool, transports=executor.transports, timeout_s=timeout_s)
+        except ConfigError:  # a backend that takes no weights, such as a remote server
+            sync = None
+        yield policy, pool, sync
 
 
 def _sample(
-    config: RunConfig, inputs: Inputs, pool: RolloutPool, sampling: SamplingConfig, prompts: int, *, label: str
+    config: RunConfig, inputs: Inputs, sample: GroupSampler, prompts: int, *, label: str
 ) -> list[Trajectory]:
-    made = generate(
-        pool,
-        inputs.prompts[:prompts],
-        sampling,
-        label=label,
-        samples=config.rollout.samples_per_prompt,
-        seed=config.seed,
-        timeout_s=config.placement.timeout_s,
-    )
-    return [trajectory for trajectory in made if trajectory.response_length]
+    """Samples of the first prompts, without those that have no token."""
+    timeout_s, samples = config.placement.timeout_s, config.rollout.samples_per_prompt
+
+    async def everything() -> list[list[Trajectory | DroppedSample]]:
+        work = [
+            sample(prompt, f"{label}/{index}", samples) for index, prompt in enumerate(inputs.prompts[:prompts])
+        ]
+        return await asyncio.wait_for(asyncio.gather(*work), timeout_s)
+
+    try:
+        groups = run_coroutine(everything())
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for {samples} samples each of {prompts} prompts; raise placement.timeout_s"
+        ) from None
+    drawn = [sample for group in groups for sample in group if isinstance(sample, Trajectory)]
+    return [trajectory for trajectory in drawn if trajectory.response_length]
 
 
 def _score(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +12,17 @@ from typing import Any, Literal
 from rlhf_algos import EngineFactory, OfflineConfig, OfflineEvent, TrainResult, train
 from rlhf_core import (
     TRAIN_ENGINES,
-    Batch,
     CapabilityError,
     ConfigError,
     EngineConfig,
-    ModelOutputs,
     TrainCapabilities,
     WeightSource,
 )
 
-from rlhf_launch.placement.plans import Executor, LocalExecutor, rank_plans
+from rlhf_launch.placement.executor import Executor, WorkerRoom
+from rlhf_launch.placement.plans import rank_plans
 from rlhf_launch.placement.resolve import load_plugin_checked
+from rlhf_launch.placement.start import open_executor
 from rlhf_launch.workers.train_group import TrainGroup
 
 
@@ -82,7 +82,7 @@ class ScaledOfflineConfig(OfflineConfig):
         OfflineConfig.__post_init__(self)
 
 
-def train_at_scale(config: ScaledOfflineConfig, *, on_event: OfflineEvent | None = None) -> TrainResult:
+def train_offline(config: ScaledOfflineConfig, *, on_event: OfflineEvent | None = None) -> TrainResult:
     """Run an offline method on the engine and the ranks that `config.scale` names.
 
     Raises:
@@ -123,11 +123,8 @@ def _engines(scale: ScaleSection) -> Iterator[EngineFactory]:
 
 
 def _executor(scale: ScaleSection) -> Executor:
-    if not scale.on_ray:
-        return LocalExecutor()
-    from rlhf_launch.placement.ray import RayCluster
-
-    return RayCluster(scale.ray_address, timeout_s=scale.timeout_s)
+    kind = "ray" if scale.on_ray else "local"
+    return open_executor(kind, ray_address=scale.ray_address, timeout_s=scale.timeout_s)
 
 
 class PlacedEngine(TrainGroup):
@@ -140,22 +137,9 @@ class PlacedEngine(TrainGroup):
 
     def __init__(self, config: EngineConfig, scale: ScaleSection, executor: Executor) -> None:
         self._executor: Executor | None = executor
-        plans = rank_plans(config.role, scale.engine_name, config, ranks=scale.ranks, room=scale)
+        room = WorkerRoom(cpus=scale.cpus_per_worker, gpus=scale.gpus_per_worker)
+        plans = rank_plans(config.role, scale.engine_name, config, ranks=scale.ranks, room=room)
         super().__init__(config.role, executor.place(plans), timeout_s=scale.timeout_s)
-
-    def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
-        """See TrainEngine. Every rank needs a unit: a batch with fewer is scored with some of its units twice."""
-        if batch.units >= self.ranks:
-            return super().score(batch, outputs)
-        repeated = batch.select_units([place % batch.units for place in range(self.ranks)])
-        found = super().score(repeated, outputs)
-        values = {item.name: getattr(found, item.name) for item in fields(ModelOutputs)}
-        return ModelOutputs(
-            **{
-                name: value[: batch.rows] if value is not None and value.dim() else value
-                for name, value in values.items()
-            }
-        )
 
     def weights(self) -> WeightSource:
         """Not here: the weights are spread over the workers, and travel by their own links."""

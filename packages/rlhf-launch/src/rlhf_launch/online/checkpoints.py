@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,10 @@ class Unpublished:
     """To be filled by the engines."""
     state: Mapping[str, Any]
     """JSON-serialisable state of the loop."""
+
+    def rated(self, score: float | None) -> Unpublished:
+        """The same with the number by which the best checkpoint is found."""
+        return replace(self, state={**self.state, "score": score})
 
 
 class CheckpointStore:
@@ -81,6 +85,17 @@ class CheckpointStore:
         """Step of the checkpoint with the best score, the latest of equal ones; None if none has a score."""
         scored = [(score * self._sign, step) for step in self.steps() if (score := self._score(step)) is not None]
         return max(scored)[1] if scored else None
+
+    def best_path(self) -> Path | None:
+        """The checkpoint with the best score; None if none has a score."""
+        best = self.best()
+        return None if best is None else self._path(best)
+
+    def improves(self, score: float) -> bool:
+        """Whether a score is better than that of every complete checkpoint."""
+        best = self.best()
+        known = None if best is None else self._score(best)
+        return known is None or score * self._sign > known * self._sign
 
     def _score(self, step: int) -> float | None:
         score = self._state(step).get("score")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from rlhf_launch.config.run import EvaluationSection
-from rlhf_launch.samples.collecting import sample_and_score
-from rlhf_launch.samples.groups import Group
+from rlhf_core import SamplingConfig
+from rlhf_rollout import ScoredGroup
+
+from rlhf_launch.samples.groups import GroupMaker
 from rlhf_launch.samples.prompts import Prompt
 
-if TYPE_CHECKING:
-    from rlhf_launch.online.loop import OnlineRun
+EXAMPLES = 5
+"""Groups of an evaluation that are kept to be looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,38 +21,59 @@ class HeldOut:
     """A set of prompts and how it is evaluated."""
 
     prompts: Sequence[Prompt]
-    section: EvaluationSection
+    sampling: SamplingConfig
+    samples: int = 1
+    """Per prompt."""
+    pass_score: float = 0.5
+    """A sample passes with a score above this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The scored samples of one set."""
+    """What one set of held-out prompts gave at one step."""
 
     name: str
     step: int
-    groups: Sequence[Group]
-    pass_score: float = 0.5
+    metrics: Mapping[str, float]
+    """`reward` (avg@n), `response_length`, `truncated`, pass@k for k = 1, 2, 4, ... of several samples,
+    `dropped_samples`. Without a single score there is only the last."""
+    examples: Sequence[ScoredGroup] = ()
+    """The first few groups."""
 
     @property
     def reward(self) -> float:
-        """Mean score over all samples (avg@n)."""
-        scores = [score.value for group in self.groups for score in group.scores]
-        return sum(scores) / len(scores)
+        """Mean score over all samples; NaN if none has a score."""
+        return self.metrics.get("reward", math.nan)
 
-    def metrics(self) -> dict[str, float]:
-        """`reward`, `response_length`, `truncated`, and pass@k for k = 1, 2, 4, ... of several samples."""
-        samples = [trajectory for group in self.groups for trajectory in group.trajectories]
-        values = {
-            "reward": self.reward,
-            "response_length": sum(t.response_length for t in samples) / len(samples),
-            "truncated": sum(t.truncated for t in samples) / len(samples),
-        }
-        counts = [(len(g.scores), sum(s.value > self.pass_score for s in g.scores)) for g in self.groups]
-        k, least = 1, min(n for n, _ in counts)
-        while 1 < least >= k:
-            values[f"pass@{k}"] = sum(pass_at_k(n, right, k) for n, right in counts) / len(counts)
-            k *= 2
-        return {f"eval/{self.name}/{name}": value for name, value in values.items()}
+    @property
+    def named_metrics(self) -> dict[str, float]:
+        """The metrics under their names in a run: `eval/<set>/<metric>`."""
+        return {f"eval/{self.name}/{name}": value for name, value in self.metrics.items()}
+
+
+def summarise(groups: Sequence[ScoredGroup], *, pass_score: float = 0.5) -> dict[str, float]:
+    """The metrics of a set; see `Evaluation.metrics`.
+
+    Args:
+        groups: the samples of each prompt.
+        pass_score: a sample passes with a score above this.
+    """
+    metrics = {"dropped_samples": float(sum(len(group.dropped) for group in groups))}
+    scored = [group for group in groups if group.scores]
+    if not scored:
+        return metrics
+    samples = [trajectory for group in scored for trajectory in group.trajectories]
+    metrics |= {
+        "reward": sum(score.value for group in scored for score in group.scores) / len(samples),
+        "response_length": sum(t.response_length for t in samples) / len(samples),
+        "truncated": sum(t.truncated for t in samples) / len(samples),
+    }
+    counts = [(len(group.scores), sum(s.value > pass_score for s in group.scores)) for group in scored]
+    k, least = 1, min(n for n, _ in counts)
+    while 1 < least >= k:
+        metrics[f"pass@{k}"] = sum(pass_at_k(n, right, k) for n, right in counts) / len(counts)
+        k *= 2
+    return metrics
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -66,20 +87,37 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def evaluate(run: OnlineRun) -> list[Evaluation]:
-    """Evaluate every set at the current weights.
+class Evaluator:
+    """Evaluates every held-out set at the current weights."""
 
-    Seeds follow from the set's name and the prompt alone, so two evaluations differ by the weights only.
-    """
-    found = []
-    for name, held_out in run.held_out.items():
-        section, sampling = held_out.section, run.config.rollout.sampling
-        sampling = replace(
-            sampling,
-            temperature=section.temperature,
-            top_p=section.top_p,
-            max_tokens=section.max_tokens or sampling.max_tokens,
-        )
-        groups, _ = sample_and_score(run, held_out.prompts, sampling, label=f"eval/{name}", samples=section.samples)
-        found.append(Evaluation(name=name, step=run.state.step, groups=groups, pass_score=section.pass_score))
-    return found
+    def __init__(
+        self,
+        sets: Mapping[str, HeldOut],
+        make_groups: Callable[[SamplingConfig], GroupMaker],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Set up for the sets of a run.
+
+        Args:
+            sets: the held-out sets by name.
+            make_groups: gives what makes groups with these settings of sampling.
+            timeout_s: deadline for the samples and scores of one set.
+        """
+        self._sets, self._make_groups, self._timeout_s = sets, make_groups, timeout_s
+
+    def __call__(self, step: int) -> Iterator[Evaluation]:
+        """Evaluate one set after the other, after `step` completed steps.
+
+        Seeds follow from the set's name and the prompt alone, so two evaluations differ by the weights only.
+
+        Raises:
+            DeadlineExceeded: a set took longer than allowed; names how many prompts were unfinished.
+            RewardError: a reward failed, and its failure handling says to stop.
+        """
+        for name, held_out in self._sets.items():
+            groups = self._make_groups(held_out.sampling).groups(
+                held_out.prompts, label=f"eval/{name}", samples=held_out.samples, timeout_s=self._timeout_s
+            )
+            metrics = summarise(groups, pass_score=held_out.pass_score)
+            yield Evaluation(name=name, step=step, metrics=metrics, examples=groups[:EXAMPLES])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_algos import DataSource, check_model_path, read_rows
-from rlhf_core import ConfigError
+from rlhf_algos import DataSource, check_model_path
+from rlhf_core import ConfigError, SamplingConfig
 
-from rlhf_launch.config.run import EvaluationSection, RunConfig
+from rlhf_launch.config.run import DataSection, EvaluationSection, RunConfig
 from rlhf_launch.online.evaluation import HeldOut
 from rlhf_launch.placement.plans import check_engines
-from rlhf_launch.placement.resolve import ResolvedBackends, choose_components
-from rlhf_launch.samples.prompts import Prompt, make_prompts
+from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
+from rlhf_launch.samples.prompts import Prompt, PromptFormat, load_tokenizer, read_prompts
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 
 
@@ -21,7 +21,7 @@ from rlhf_launch.samples.reward import CheckedReward, check_reward
 class Inputs:
     """What a run works on, checked."""
 
-    components: ResolvedBackends
+    backends: ResolvedBackends
     tokenizer: Any
     prompts: Sequence[Prompt]
     held_out: Mapping[str, HeldOut]
@@ -36,8 +36,8 @@ def check_inputs(config: RunConfig) -> Inputs:
     Raises:
         UserError: the first thing that is wrong, with what was found and what to write instead.
     """
-    components = choose_components(config)
-    check_engines(config, components)
+    backends = resolve_backends(config)
+    check_engines(config, backends)
     for key, path in {
         "model.policy": config.model.policy,
         "model.reference": config.model.reference,
@@ -60,7 +60,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         reward.close()
         raise
     return Inputs(
-        components=components,
+        backends=backends,
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
@@ -69,30 +69,25 @@ def check_inputs(config: RunConfig) -> Inputs:
     )
 
 
-def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The model's tokenizer.
+def prompt_format(data: DataSection) -> PromptFormat:
+    """How the rows of this section become prompts."""
+    return PromptFormat(
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+        max_tokens=data.max_prompt_tokens,
+        drop_overlong=data.overlong == "drop",
+    )
 
-    Raises:
-        ConfigError: the model has none that can be loaded.
-    """
-    from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.policy: no tokenizer can be loaded from {model!r}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model.policy: the tokenizer of {model!r} has no end-of-text token; set `eos_token` in it"
-        )
-    return tokenizer
+def training_source(data: DataSection) -> DataSource:
+    """Where the prompts to train on, or to generate for, are."""
+    return DataSource(path=data.prompts, split=data.split, columns=data.columns, limit=data.limit)
 
 
 def _prompts(config: RunConfig, tokenizer: Any) -> tuple[list[Prompt], dict[str, HeldOut], int]:
     """Training prompts, held-out sets by name, and how many prompts of all were dropped for their length."""
-    data = config.data
-    source = DataSource(path=data.prompts, split=data.split, columns=data.columns, limit=data.limit)
-    prompts, dropped = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
+    data, form = config.data, prompt_format(config.data)
+    prompts, dropped = read_prompts(training_source(data), tokenizer, form)
     if data.eval_rows >= len(prompts):
         raise ConfigError(
             f"data.eval_rows={data.eval_rows} leaves none of the {len(prompts)} prompts to train on; lower it or "
@@ -102,12 +97,25 @@ def _prompts(config: RunConfig, tokenizer: Any) -> tuple[list[Prompt], dict[str,
     held_out: dict[str, HeldOut] = {}
     if data.eval_rows:
         section = EvaluationSection(prompts=data.prompts, split=data.split)
-        held_out["held-out"] = HeldOut(prompts=prompts[cut:], section=section)
+        held_out["held-out"] = _held_out(prompts[cut:], section, config.rollout.sampling)
     if "held-out" in held_out and "held-out" in config.evaluations:
         raise ConfigError("evaluations.held-out is what data.eval_rows makes; give the set another name")
     for name, section in config.evaluations.items():
         source = DataSource(path=section.prompts, split=section.split, columns=section.columns, limit=section.limit)
-        found, more = make_prompts(read_rows(source, required=("prompt",)), tokenizer, data)
-        held_out[name] = HeldOut(prompts=found, section=section)
+        found, more = read_prompts(source, tokenizer, form)
+        held_out[name] = _held_out(found, section, config.rollout.sampling)
         dropped += more
     return prompts[:cut], held_out, dropped
+
+
+def _held_out(prompts: Sequence[Prompt], section: EvaluationSection, training: SamplingConfig) -> HeldOut:
+    """A set that is sampled as the training's prompts are, except for what its section says."""
+    longest = section.max_tokens or training.max_tokens
+    sampling = replace(
+        training,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        max_tokens=longest,
+        min_tokens=min(training.min_tokens, longest),
+    )
+    return HeldOut(prompts=prompts, sampling=sampling, samples=section.samples, pass_score=section.pass_score)

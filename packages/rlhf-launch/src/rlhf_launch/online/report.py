@@ -2,95 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rlhf_algos import MetricsWriter
-from rlhf_core import Batch, Score, StepReport, Trajectory
 
 from rlhf_launch.online.evaluation import Evaluation
-
-
-class PhaseClock:
-    """Seconds spent in each phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._begin = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time a phase."""
-        begin = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-
-    def add(self, seconds: Mapping[str, float]) -> None:
-        """Seconds of phases that were timed elsewhere."""
-        for phase, spent in seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
-
-    def metrics(self, batch: Batch, *, overlapping: bool = False) -> dict[str, float]:
-        """Seconds per phase and step; tokens per second: sampled ones of generation, all of training.
-
-        Where generation overlaps the other phases, its tokens are those of the whole step, and its seconds those
-        that the trainer waited.
-        """
-        metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
-        metrics["seconds/step"] = time.perf_counter() - self._begin
-        sampled, trained = int(batch.response_mask.sum()), batch.tokens
-        for phase, tokens in (("rollout", sampled), ("score", trained), ("train", trained)):
-            whole_step = phase == "rollout" and overlapping
-            if seconds := metrics["seconds/step"] if whole_step else self.seconds.get(phase):
-                metrics[f"tokens_per_second/{phase}"] = tokens / seconds
-        return metrics
-
-
-def sample_metrics(trajectories: Sequence[Trajectory], scores: Sequence[Score], batch: Batch) -> dict[str, float]:
-    """Reward, its components, lengths and truncation of one step's samples.
-
-    `mismatch/log_prob_max` is the largest difference between the sampler's and the trainer's log-prob of one
-    token. It is computed only where both mean the same distribution.
-    """
-    values = [score.value for score in scores]
-    mean = sum(values) / len(values)
-    metrics = {
-        "reward": mean,
-        "reward_std": (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5,
-        "response_length": sum(t.response_length for t in trajectories) / len(trajectories),
-        "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
-    }
-    for name in sorted({name for score in scores for name in score.components}):
-        parts = [score.components[name] for score in scores if name in score.components]
-        metrics[f"reward/{name}"] = sum(parts) / len(parts)
-    if "old_log_probs" in batch and not any(t.meaning.truncated for t in trajectories):
-        gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~batch.response_mask, 0)
-        metrics["mismatch/log_prob_max"] = float(gap.max())
-    return metrics
-
-
-def step_metrics(reports: Mapping[str, Sequence[StepReport]]) -> dict[str, float]:
-    """Means over the optimizer steps of one batch of samples, by role; the policy's without a prefix."""
-    metrics: dict[str, float] = {}
-    for role, steps in reports.items():
-        prefix = "" if role == "policy" else f"{role}/"
-        applied = [step for step in steps if not step.skipped]
-        metrics[f"{prefix}skipped_steps"] = float(len(steps) - len(applied))
-        for name in ("loss", "grad_norm", "learning_rate"):
-            metrics[f"{prefix}{name}"] = _mean([getattr(step, name) for step in applied])
-        for name in sorted({name for step in applied for name in step.metrics}):
-            metrics[f"{prefix}{name}"] = _mean([s.metrics[name] for s in applied if name in s.metrics])
-    return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
-
 
 _SHOWN = ("reward", "response_length", "kl", "entropy", "clip_fraction", "grad_norm", "truncated")
 
@@ -112,8 +33,10 @@ class Reporter:
         self.totals: dict[str, float] = {}
         """Seconds of each phase so far."""
         self.evaluations: list[Evaluation] = []
+        """In the order in which they were made; only the newest of each set has its examples."""
         self.latest: dict[str, float] = {}
         """The newest value of every metric."""
+        self._measured_at: dict[str, int] = {}
         self._writer = MetricsWriter(directory, resume_step=start if start else None, tensorboard=tensorboard)
         self._pending: dict[str, float] = {}
         self._progress = Progress(
@@ -130,8 +53,7 @@ class Reporter:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one finished step."""
-        self._writer.write(step, metrics)
-        self.latest |= metrics
+        self._record(step, metrics)
         for name, value in metrics.items():
             if name.startswith("seconds/"):
                 self.totals[name.removeprefix("seconds/")] = (
@@ -144,10 +66,21 @@ class Reporter:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Record the evaluation of one set."""
-        self.evaluations.append(evaluation)
-        self._writer.write(evaluation.step, evaluation.metrics())
-        self.latest |= evaluation.metrics()
-        self.say(f"step {evaluation.step:>5}  {evaluation.name} reward {evaluation.reward:.3f}")
+        kept = [replace(old, examples=()) if old.name == evaluation.name else old for old in self.evaluations]
+        self.evaluations = [*kept, evaluation]
+        self._record(evaluation.step, evaluation.named_metrics)
+        dropped = int(evaluation.metrics["dropped_samples"])
+        without = f", {dropped} sample(s) without a score" if dropped else ""
+        self.say(f"step {evaluation.step:>5}  {evaluation.name} reward {evaluation.reward:.3f}{without}")
+
+    def measured(self, name: str, step: int) -> float | None:
+        """A metric's value at this very step; None if it was not measured then."""
+        return self.latest[name] if self._measured_at.get(name) == step else None
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.write(step, metrics)
+        self.latest |= metrics
+        self._measured_at |= dict.fromkeys(metrics, step)
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

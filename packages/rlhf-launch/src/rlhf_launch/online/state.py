@@ -1,14 +1,14 @@
-"""What a run must remember to go on exactly where it stopped."""
+"""What a run must remember to continue exactly where it stopped."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from rlhf_algos import KLController
 
 from rlhf_launch.online.checkpoints import CheckpointStore, Unpublished
-
-if TYPE_CHECKING:
-    from rlhf_launch.online.loop import OnlineRun
-    from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.samples.producer import Producer
+from rlhf_launch.workers.train_group import TrainGroup
 
 
 class RunState:
@@ -18,58 +18,67 @@ class RunState:
     a step. Samples, seeds and the order of prompts follow from the seed and a prompt's position in the stream.
     """
 
-    def __init__(self, store: CheckpointStore, *, step: int = 0) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        engines: Sequence[TrainGroup],
+        producer: Producer,
+        kl: KLController,
+        *,
+        seed: int = 0,
+        background: bool = False,
+    ) -> None:
+        """Set up for a run.
+
+        Args:
+            store: where checkpoints go.
+            engines: those whose weights change.
+            producer: its ledger and its position among the prompts are saved.
+            kl: the controller of the KL coefficient.
+            seed: the run's, noted in every checkpoint.
+            background: whether engines that can may write while training goes on.
+        """
         self.store = store
-        self.step = step
+        self.step = 0
+        self._engines, self._producer, self._kl = engines, producer, kl
+        self._seed, self._background = seed, background
         self._unpublished: Unpublished | None = None
 
-    def save(self, run: OnlineRun) -> None:
-        """Write a checkpoint of the run as it is now; it counts once `publish` has found it complete."""
-        self.publish(run, wait=True)
-        state = {
-            **run.producer.state(),
-            "kl": run.kl.state_dict(),
-            "seed": run.config.seed,
-            "score": self._score(run),
-        }
+    def save(self) -> None:
+        """Begin a checkpoint of the run as it is now; it counts once `publish` has found it complete."""
+        self.publish(wait=True)
+        state = {**self._producer.state(), "kl": self._kl.state_dict(), "seed": self._seed}
         unpublished = self.store.begin(self.step, state)
-        for group in _trained(run):
-            group.save(unpublished.folder / group.name, background=run.config.checkpoint_in_background)
+        for engine in self._engines:
+            engine.save(unpublished.folder / engine.name, background=self._background)
         self._unpublished = unpublished
 
-    def publish(self, run: OnlineRun, *, wait: bool = False) -> None:
+    def rate(self, score: float | None) -> None:
+        """Note by which score the best checkpoint is found, for the one that was begun at this step, if one was."""
+        if self._unpublished is not None and self._unpublished.step == self.step:
+            self._unpublished = self._unpublished.rated(score)
+
+    def publish(self, *, wait: bool = False) -> None:
         """Make the checkpoint under way count if all ranks have written it; `wait` for them, or look only."""
-        if self._unpublished is None or not (wait or all(group.saved() for group in _trained(run))):
+        if self._unpublished is None or not (wait or all(engine.saved() for engine in self._engines)):
             return
-        for group in _trained(run):
-            group.finish_save()
+        for engine in self._engines:
+            engine.finish_save()
         self.store.publish(self._unpublished)
         self._unpublished = None
 
-    def restore(self, run: OnlineRun) -> None:
-        """Continue from the newest checkpoint: engines, ledger, controllers, and the generators' weights.
+    def restore(self) -> int:
+        """Bring engines, ledger and controllers to the newest checkpoint; returns its step.
+
+        The rollout engines must be brought to the policy's weights at that version next.
 
         Raises:
             DataError: there is no complete checkpoint.
         """
         folder, state = self.store.latest()
-        for group in _trained(run):
-            group.load(folder / group.name)
-        run.kl.load_state_dict(state["kl"])
+        for engine in self._engines:
+            engine.load(folder / engine.name)
+        self._kl.load_state_dict(state["kl"])
         self.step = state["step"]
-        run.roles.sync(self.step)
-        run.producer.restore(state, step=self.step)
-
-    def _score(self, run: OnlineRun) -> float | None:
-        """By which the best checkpoint is known."""
-        name = run.config.keep_best
-        if name is None:
-            return None
-        if name not in run.reporter.latest:
-            known = ", ".join(sorted(run.reporter.latest))
-            run.reporter.say(f"keep_best: step {self.step} has no metric {name!r}; there are {known}")
-        return run.reporter.latest.get(name)
-
-
-def _trained(run: OnlineRun) -> list[TrainGroup]:
-    return [run.roles.policy, *([run.roles.critic] if run.roles.critic is not None else [])]
+        self._producer.restore(state, step=self.step)
+        return self.step

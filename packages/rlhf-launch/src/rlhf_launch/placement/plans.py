@@ -1,11 +1,10 @@
-"""Which workers a run needs, and the executors that place them."""
+"""Which workers a run needs: a plan for each rank of its training engines and for each rollout engine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from rlhf_core import (
     ROLLOUT_BACKENDS,
@@ -22,101 +21,18 @@ from rlhf_rollout import ModelRewardConfig
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import RunConfig
+from rlhf_launch.placement.executor import WorkerPlan, WorkerRoom
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
-from rlhf_launch.workers.handles import Handle, LocalHandle
 from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.train_rank import TrainWorker
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerPlan:
-    """One worker to be placed."""
-
-    name: str
-    worker: type
-    arguments: tuple[Any, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that must be there before the worker's process imports anything."""
-    cpus: float = 1.0
-    gpus: float = 0.0
-    concurrency: int | None = None
-    """Calls that may be under way at once; None for one at a time."""
-
-
-class WorkerRoom(Protocol):
-    """What a configuration reserves for each worker."""
-
-    @property
-    def cpus_per_worker(self) -> float:
-        """CPU cores."""
-        ...
-
-    @property
-    def gpus_per_worker(self) -> float:
-        """GPUs, where there are any."""
-        ...
-
-
-class Executor(Protocol):
-    """Places workers."""
-
-    @property
-    def transports(self) -> Sequence[str]:
-        """Ways for the weights from trainer to generator, best first; `shm` is for workers on one host."""
-        ...
-
-    def place(self, plans: Sequence[WorkerPlan]) -> Sequence[Handle]:
-        """Start all workers; a handle for each, in order."""
-        ...
-
-    def restart(self, name: str) -> Handle:
-        """Start a worker anew in the room of the one of this name, which is closed or dead."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back; may be called twice."""
-        ...
-
-
-class LocalExecutor:
-    """All workers in this process, each on a thread of its own."""
-
-    transports = ("local",)
-
-    def __init__(self) -> None:
-        self._plans: dict[str, WorkerPlan] = {}
-
-    def place(self, plans: Sequence[WorkerPlan]) -> list[LocalHandle]:
-        """See Executor."""
-        self._plans |= {plan.name: plan for plan in plans}
-        return [self.restart(plan.name) for plan in plans]
-
-    def restart(self, name: str) -> LocalHandle:
-        """See Executor."""
-        plan = self._plans[name]
-        return LocalHandle(name, lambda: plan.worker(*plan.arguments))
-
-    def close(self) -> None:
-        """Nothing beyond the handles to give back."""
-
-
-def open_executor(config: WorkerNeeds, components: ResolvedBackends) -> Executor:
-    """The executor that the components name."""
-    if components.executor == "local":
-        return LocalExecutor()
-    from rlhf_launch.placement.ray import RayCluster
-
-    transports = ("nccl", "gloo") if components.device == "cuda" else ("shm", "gloo")
-    placement = config.placement
-    return RayCluster(placement.ray_address, transports=transports, timeout_s=placement.timeout_s)
-
-
-def training_plans(config: RunConfig, components: ResolvedBackends, role: Role) -> list[WorkerPlan]:
+def training_plans(config: RunConfig, backends: ResolvedBackends, role: Role) -> list[WorkerPlan]:
     """The ranks of one training role; the reference has one rank."""
     trained = role in ("policy", "critic")
     lora = config.model.lora
     engine_config = replace(
-        _engine_config(config, components, _model_of(config, role), role),
+        _engine_config(config, backends, _model_of(config, role), role),
         optimizer=_optimizer_of(config, role),
         gradient_checkpointing=config.train.gradient_checkpointing,
         # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy.
@@ -125,51 +41,51 @@ def training_plans(config: RunConfig, components: ResolvedBackends, role: Role) 
         sequence_parallel_size=config.train.sequence_parallel_size if trained else 1,
         routing_replay=config.train.routing_replay and role == "policy",
     )
-    can = load_plugin(TRAIN_ENGINES, components.engine).capabilities(engine_config)
+    can = load_plugin(TRAIN_ENGINES, backends.engine).capabilities(engine_config)
     if role == "policy" and config.adapter_rank and not can.adapter_weights:
         raise ConfigError(
-            f"weight_sync.adapters=adapter: the engine {components.engine} cannot send adapters alone with these "
+            f"weight_sync.adapters=adapter: the engine {backends.engine} cannot send adapters alone with these "
             "settings (of a 4-bit policy no engine can); set weight_sync.adapters=merged"
         )
     ranks = config.train.ranks if trained else 1
-    return rank_plans(role, components.engine, engine_config, ranks=ranks, room=config.placement)
+    return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config))
 
 
-def check_engines(config: RunConfig, components: ResolvedBackends) -> None:
+def check_engines(config: RunConfig, backends: ResolvedBackends) -> None:
     """Ask the engines of all roles whether they can honour their settings; nothing is loaded.
 
     Raises:
         ConfigError: one cannot, with the setting.
     """
     for role in roles_of(config):
-        training_plans(config, components, role)
-    reward_plans(config, components)
+        training_plans(config, backends, role)
+    reward_plans(config, backends)
 
 
-def reward_plans(config: WorkerNeeds, components: ResolvedBackends) -> dict[str, list[WorkerPlan]]:
+def reward_plans(config: WorkerNeeds, backends: ResolvedBackends) -> dict[str, list[WorkerPlan]]:
     """The ranks of every part of the reward that has a model of its own, by the part's name."""
     plans = {}
     for name, part in (config.reward or RewardSection()).engine_parts().items():
-        engine_config = _engine_config(config, components, part.path, "reward")
-        engine = part.engine or components.engine
+        engine_config = _engine_config(config, backends, part.path, "reward")
+        engine = part.engine or backends.engine
         # Options of the policy's engine mean nothing to another one.
-        inherited = config.train.options if engine == components.engine else {}
+        inherited = config.train.options if engine == backends.engine else {}
         engine_config = replace(
             engine_config,
             dtype=part.dtype or engine_config.dtype,
             options=inherited if part.engine_options is None else part.engine_options,
         )
-        room = config.placement
+        room = _room(config)
         plans[name] = rank_plans(f"reward-{name}", engine, engine_config, ranks=part.ranks, room=room)
     return plans
 
 
-def _engine_config(config: WorkerNeeds, components: ResolvedBackends, model: str, role: Role) -> EngineConfig:
+def _engine_config(config: WorkerNeeds, backends: ResolvedBackends, model: str, role: Role) -> EngineConfig:
     return EngineConfig(
         model=model,
         role=role,
         dtype=config.model.dtype,
-        device=components.device,
+        device=backends.device,
         max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
         attention=config.model.attention,
         packing=config.train.packing,
@@ -179,34 +95,76 @@ def _engine_config(config: WorkerNeeds, components: ResolvedBackends, model: str
     )
 
 
-def rank_plans(name: str, engine: str, config: EngineConfig, *, ranks: int, room: WorkerRoom) -> list[WorkerPlan]:
-    """A worker for each rank of one engine.
+def _room(config: WorkerNeeds) -> WorkerRoom:
+    return WorkerRoom(cpus=config.placement.cpus_per_worker, gpus=config.placement.gpus_per_worker)
+
+
+def rank_plans(
+    name: str, engine: str, config: EngineConfig, *, ranks: int = 1, room: WorkerRoom | None = None
+) -> list[WorkerPlan]:
+    """A worker for each rank of one training engine.
+
+    Args:
+        name: of the engine; the ranks are `<name>-0`, `<name>-1`, ...
+        engine: an installed engine's name (`torch`, `deepspeed`), or `module:Class`.
+        config: of every rank.
+        ranks: data-parallel ranks.
+        room: what is reserved for each.
 
     Raises:
         ConfigError: the engine cannot honour a setting; nothing was started.
     """
-    environment = plugin_environment(TRAIN_ENGINES, engine, config)
+    room = room or WorkerRoom()
+    env_vars = plugin_env_vars(TRAIN_ENGINES, engine, config)
     load_plugin(TRAIN_ENGINES, engine).capabilities(config)
     return [
         WorkerPlan(
             name=f"{name}-{rank}",
             worker=TrainWorker,
-            arguments=(engine, config, environment),
-            environment=environment,
-            cpus=room.cpus_per_worker,
-            gpus=room.gpus_per_worker if config.device.startswith("cuda") else 0.0,
+            arguments=(engine, config, env_vars),
+            env_vars=env_vars,
+            cpus=room.cpus,
+            gpus=room.gpus if config.device.startswith("cuda") else 0.0,
         )
         for rank in range(ranks)
     ]
 
 
-def rollout_plans(config: WorkerNeeds, components: ResolvedBackends, *, adapter_rank: int = 0) -> list[WorkerPlan]:
+def engine_plans(
+    backend: str, config: RolloutConfig, *, engines: int = 1, room: WorkerRoom | None = None
+) -> list[WorkerPlan]:
+    """A worker for each rollout engine.
+
+    Args:
+        backend: an installed backend's name (`vllm`, `transformers`, ...), or `module:Class`.
+        config: of every engine.
+        engines: how many.
+        room: what is reserved for each; a tensor-parallel engine takes its GPUs that many times.
+    """
+    room = room or WorkerRoom()
+    env_vars = plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
+    gpus = room.gpus * config.tensor_parallel_size
+    return [
+        WorkerPlan(
+            name=f"rollout-{index}",
+            worker=RolloutWorker,
+            arguments=(backend, config, env_vars),
+            env_vars=env_vars,
+            cpus=room.cpus,
+            gpus=gpus if config.device.startswith("cuda") else 0.0,
+            concurrency=10_000,
+        )
+        for index in range(engines)
+    ]
+
+
+def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_rank: int = 0) -> list[WorkerPlan]:
     """The rollout engines; `adapter_rank` is that of adapters which they will be sent alone."""
     rollout = config.rollout
     backend_config = RolloutConfig(
         model=config.model.policy,
         dtype=config.model.dtype,
-        device=components.device,
+        device=backends.device,
         max_model_len=rollout.max_model_len or config.max_model_len_needed,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel_size,
@@ -215,20 +173,7 @@ def rollout_plans(config: WorkerNeeds, components: ResolvedBackends, *, adapter_
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,
     )
-    environment = plugin_environment(ROLLOUT_BACKENDS, components.backend, backend_config)
-    gpus = config.placement.gpus_per_worker * rollout.tensor_parallel_size
-    return [
-        WorkerPlan(
-            name=f"rollout-{index}",
-            worker=RolloutWorker,
-            arguments=(components.backend, backend_config, environment),
-            environment=environment,
-            cpus=config.placement.cpus_per_worker,
-            gpus=gpus if components.device == "cuda" else 0.0,
-            concurrency=10_000,
-        )
-        for index in range(rollout.engines)
-    ]
+    return engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config))
 
 
 def roles_of(config: RunConfig) -> list[Role]:
@@ -263,7 +208,7 @@ def _optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
     return optimizer
 
 
-def plugin_environment(group: str, name: str, config: Any) -> dict[str, str]:
-    """What the plugin wants in its process's environment, and where Python finds the user's own modules."""
+def plugin_env_vars(group: str, name: str, config: Any) -> dict[str, str]:
+    """The variables that a plugin wants in its process, and where Python finds the user's own modules."""
     paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} | env_vars_of(load_plugin(group, name), config)

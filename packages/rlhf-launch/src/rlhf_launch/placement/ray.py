@@ -11,11 +11,13 @@ from typing import Any
 
 from rlhf_core import EngineDiedError, ResourceError
 
-from rlhf_launch.placement.plans import WorkerPlan
+from rlhf_launch.placement.executor import WorkerPlan
 
 
 class RayCluster:
     """A local or existing Ray cluster, and the placement of this run's workers on it."""
+
+    one_process = False
 
     def __init__(
         self, address: str | None = None, *, transports: Sequence[str] = ("gloo",), timeout_s: float = 600.0
@@ -97,7 +99,7 @@ class RayCluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             ),
-            "runtime_env": {"env_vars": dict(plan.environment)},
+            "runtime_env": {"env_vars": dict(plan.env_vars)},
         }
         if plan.concurrency is not None:
             options["max_concurrency"] = plan.concurrency

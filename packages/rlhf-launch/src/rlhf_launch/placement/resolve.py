@@ -63,7 +63,7 @@ class WorkerNeeds(Protocol):
         ...
 
 
-def choose_components(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBackends:
+def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBackends:
     """Resolve every `auto`. Nothing heavy is imported. `trains` is False where no policy is trained.
 
     Raises:

@@ -19,7 +19,7 @@ from rlhf_core import Batch, EngineConfig, Loss, OptimizerConfig
 
 from rlhf_launch.config.run import RunConfig
 from rlhf_launch.online.evaluation import Evaluation
-from rlhf_launch.online.run import run_online
+from rlhf_launch.online.run import train
 from rlhf_launch.quickstart.arithmetic import (
     Problem,
     character_tokenizer,
@@ -69,11 +69,11 @@ def run_quickstart(
     warm_up_seconds = time.perf_counter() - begin
     console.print(f"  {steps} steps of {WARM_UP_BATCH} rows, {warm_up_seconds:.0f} s")
     console.print("[bold]2[/] GRPO with a verifiable reward; the parts:")
-    run = run_online(config, console=console)
-    before, after = run.reporter.evaluations[0], run.reporter.evaluations[-1]
+    run = train(config, console=console)
+    before, after = run.evaluations[0], run.evaluations[-1]
     seconds = time.perf_counter() - begin
     show_samples(console, after)
-    show_seconds(console, {"warm-up": warm_up_seconds} | run.reporter.totals, seconds)
+    show_seconds(console, {"warm-up": warm_up_seconds, **run.seconds}, seconds)
     accuracy = {"before": before.reward, "after": after.reward}
     console.print(
         f"[bold]held-out accuracy {accuracy['before']:.1%} -> {accuracy['after']:.1%}[/] "
@@ -142,7 +142,7 @@ def show_samples(console: Console, evaluation: Evaluation, *, count: int = 5) ->
     table = Table(title="held-out sums after training", title_justify="left", box=None)
     for column in ("prompt", "answer", "right", ""):
         table.add_column(column)
-    for group in evaluation.groups[:count]:
+    for group in evaluation.examples[:count]:
         trajectory, score = group.trajectories[0], group.scores[0]
         given = tokenizer.decode(list(trajectory.response_token_ids), skip_special_tokens=True)
         right = str(trajectory.metadata["answer"])

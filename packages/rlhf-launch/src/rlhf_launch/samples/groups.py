@@ -1,79 +1,164 @@
-"""The scored samples of one prompt: what generation hands to training."""
+"""Scored groups of samples: made from prompts, and put together as the batch of a step."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Int
-from rlhf_core import LogProbMeaning, Score, Trajectory
-from rlhf_rollout import ScoredGroup
-from torch import Tensor
+from rlhf_core import Batch, CapabilityError, DeadlineExceeded, DroppedSample, Trajectory, collate
+from rlhf_rollout import ScoredGroup, gather_or_cancel, score_group
+
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.samples.reward import Rewarder
+from rlhf_launch.samples.sampling import GroupSampler
+from rlhf_launch.workers.coroutines import run_coroutine
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The scored samples of one prompt."""
+class GroupMaker:
+    """Makes a scored group of a prompt: draws the samples, and scores them as soon as they are finished."""
 
-    trajectories: tuple[Trajectory, ...]
-    scores: tuple[Score, ...]
+    def __init__(
+        self,
+        sample: GroupSampler,
+        rewarder: Rewarder,
+        *,
+        greedy: GroupSampler | None = None,
+        max_in_scoring: int = 64,
+    ) -> None:
+        """Set up from what draws samples and what scores them.
 
-    @property
-    def scores_differ(self) -> bool:
-        """True if its scores differ: equal ones give advantages of zero in every group-relative algorithm."""
-        values = [score.value for score in self.scores]
-        return bool(values) and max(values) - min(values) > 1e-8
+        Args:
+            sample: draws the samples of a prompt.
+            rewarder: scores them.
+            greedy: draws the most likely response; given where the algorithm compares samples with its score.
+            max_in_scoring: groups that are scored at the same time; further ones wait, generation does not.
+        """
+        self._sample, self._rewarder, self._greedy = sample, rewarder, greedy
+        self._max_in_scoring = max_in_scoring
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def group(
+        self, prompt: Prompt, label: str, samples: int, *, generated: Callable[[], None] = lambda: None
+    ) -> ScoredGroup:
+        """The samples of one prompt with their scores.
+
+        Args:
+            prompt: may be under way more than once, with other labels.
+            label: unique in the run; sample ids and seeds follow from it.
+            samples: how many.
+            generated: called when the last token is there, before the scoring.
+
+        Raises:
+            RewardError: a reward failed, and its failure handling says to stop.
+        """
+        if self._greedy is None:
+            drawn = await self._sample(prompt, label, samples)
+            generated()
+            return await self._score(drawn)
+        drawn, likeliest = await gather_or_cancel(
+            [_awaited(self._sample(prompt, label, samples)), _awaited(self._greedy(prompt, f"{label}/greedy", 1))]
+        )
+        generated()
+        group, baseline = await gather_or_cancel([self._score(drawn), self._score(likeliest)])
+        return _with_greedy_score(group, baseline)
+
+    async def _score(self, drawn: Sequence[Trajectory | DroppedSample]) -> ScoredGroup:
+        loop = asyncio.get_running_loop()
+        async with self._rooms.setdefault(loop, asyncio.Semaphore(self._max_in_scoring)):
+            return await score_group(drawn, self._rewarder.reward, self._rewarder.decode)
+
+    def groups(
+        self, prompts: Sequence[Prompt], *, label: str, samples: int, timeout_s: float = 900.0
+    ) -> list[ScoredGroup]:
+        """The groups of all prompts, in order; for code that is no coroutine, under a running event loop too.
+
+        Args:
+            prompts: all of them are started at once and queue at the engines.
+            label: unique in the run; the samples of prompt i are `<label>/<i>/0`, ...
+            samples: per prompt.
+            timeout_s: deadline for all of them.
+
+        Raises:
+            DeadlineExceeded: names how many prompts were unfinished.
+            RewardError: a reward failed, and its failure handling says to stop.
+        """
+        found: dict[int, ScoredGroup] = {}
+
+        async def one(index: int, prompt: Prompt) -> None:
+            found[index] = await self.group(prompt, f"{label}/{index}", samples)
+
+        async def everything() -> None:
+            calls = [one(index, prompt) for index, prompt in enumerate(prompts)]
+            await asyncio.wait_for(gather_or_cancel(calls), timeout_s)
+
+        begin = time.perf_counter()
+        try:
+            run_coroutine(everything())
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"waited {time.perf_counter() - begin:.0f} s for samples and scores of {label}; "
+                f"{len(prompts) - len(found)} of {len(prompts)} prompts were unfinished. Raise "
+                "placement.timeout_s, or speed it up"
+            ) from None
+        return [found[index] for index in range(len(prompts))]
 
 
-def group_of(scored: ScoredGroup) -> Group:
-    """The samples that have a score."""
-    # Where a score says that its parts fell (a process reward) travels with the tokens.
-    placed = [
-        replace(trajectory, rewards=score.rewards) if score.rewards else trajectory
-        for trajectory, score in zip(scored.trajectories, scored.scores, strict=True)
-    ]
-    return Group(trajectories=tuple(placed), scores=scored.scores)
+def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
+    """The samples of all groups as a batch, row after row.
 
+    Its columns are those of `rlhf_core.collate`, and `scores` [rows], `group_ids` [rows] (rows of one prompt share
+    a number), `truncated` [rows], and `greedy_scores` [rows] where the groups have them.
 
-def group_index(trajectories: Sequence[Trajectory]) -> Int[Tensor, " rows"]:
-    """Samples of one prompt share a number."""
-    numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(t.group_id, len(numbers)) for t in trajectories])
-
-
-def oldest_version(trajectory: Trajectory) -> int:
-    """Version of the weights that sampled the oldest token; -1 if none was sampled."""
-    return min((version for version in trajectory.weight_versions if version >= 0), default=-1)
-
-
-def group_to_plain(group: Group) -> dict[str, Any]:
-    """A group as JSON can hold it."""
-    return {
-        "trajectories": [asdict(trajectory) for trajectory in group.trajectories],
-        "scores": [asdict(score) for score in group.scores],
+    Raises:
+        CapabilityError: a sample has images, which the training engines cannot see.
+        ValueError: there is no sample.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
+        if trajectory.images:
+            raise CapabilityError(
+                f"sample {trajectory.sample_id!r} has {len(trajectory.images)} image(s), from its prompt or its "
+                "environment. The training engines read token ids only, so its log-probs would be computed "
+                "without them; train on text, or use such environments for generation alone"
+            )
+    sizes = torch.tensor([len(group.trajectories) for group in groups])
+    columns = {
+        "scores": torch.tensor([score.value for group in groups for score in group.scores], dtype=torch.float32),
+        "group_ids": torch.arange(len(groups)).repeat_interleave(sizes),
+        "truncated": torch.tensor([trajectory.truncated for trajectory in trajectories]),
     }
+    greedy_scores = [group.greedy_score for group in groups for _ in group.trajectories]
+    if None not in greedy_scores:
+        columns["greedy_scores"] = torch.tensor(greedy_scores, dtype=torch.float32)
+    return collate(trajectories).with_columns(**columns)
 
 
-def group_from_plain(data: Mapping[str, Any]) -> Group:
-    """Inverse of `group_to_plain`."""
-    return Group(
-        trajectories=tuple(_trajectory(item) for item in data["trajectories"]),
-        scores=tuple(Score(**{**item, "rewards": tuple(item["rewards"])}) for item in data["scores"]),
-    )
+def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+    """Weight updates between each sample's oldest token and the weights that are trained now: mean and max."""
+    oldest = [
+        min(versions)
+        for group in groups
+        for trajectory in group.trajectories
+        if (versions := [v for v in trajectory.weight_versions if v >= 0])
+    ]
+    if not oldest:
+        return {}
+    found = [version - old for old in oldest]
+    return {"staleness/mean": sum(found) / len(found), "staleness/max": float(max(found))}
 
 
-def is_json(value: Any) -> bool:
-    """Whether JSON can hold a value."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+async def _awaited(samples: Awaitable[list[Trajectory | DroppedSample]]) -> list[Trajectory | DroppedSample]:
+    return await samples
 
 
-def _trajectory(data: Mapping[str, Any]) -> Trajectory:
-    tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    return Trajectory(**{**data, **tuples, "meaning": LogProbMeaning(**data["meaning"])})
+def _with_greedy_score(group: ScoredGroup, likeliest: ScoredGroup) -> ScoredGroup:
+    """The group with the score of the greedy response, without which none of its samples can be used."""
+    if likeliest.scores:
+        return replace(group, greedy_score=likeliest.scores[0].value)
+    reason = f"the greedy response has no score: {likeliest.dropped[0].reason}"
+    lost = [DroppedSample(sample_id=trajectory.sample_id, reason=reason) for trajectory in group.trajectories]
+    return ScoredGroup(trajectories=(), scores=(), dropped=(*group.dropped, *lost))

@@ -14,12 +14,14 @@ With S = 0 this is the ordinary alternation: B prompts are started, all are wait
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_launch.samples.groups import Group, group_from_plain, group_to_plain, is_json
+from rlhf_core import DroppedSample, LogProbMeaning, Score, Trajectory
+from rlhf_rollout import ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +39,6 @@ class LedgerLimits:
     max_misses: int = 0
     """Prompts without use (filtered, or without a score) that are replaced for one step; with more of them it
     trains on what it has. 0 means B."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Finished:
-    position: int
-    version: int
-    group: Group
 
 
 class Ledger:
@@ -64,15 +59,16 @@ class Ledger:
         self.dropped: deque[tuple[int, str]] = deque(maxlen=100)
         """The latest prompts without a score, with the reason."""
         self._again: deque[int] = deque()
-        self._in_flight: dict[int, int] = {}
-        self._finished: list[_Finished] = []
+        self._started_at: dict[int, int] = {}
+        """The version that each prompt without an outcome, or with a group that waits, was started at."""
+        self._finished: dict[int, ScoredGroup] = {}
         self._misses = 0
-        self._flat: list[Group] = []
+        self._flat: list[ScoredGroup] = []
 
     @property
     def in_flight(self) -> list[int]:
         """Prompts that were started and have no outcome."""
-        return sorted((*self._in_flight, *self._again))
+        return sorted((*(self._started_at.keys() - self._finished.keys()), *self._again))
 
     @property
     def waiting(self) -> int:
@@ -82,12 +78,12 @@ class Ledger:
     @property
     def room(self) -> int:
         """Prompts that may be started now."""
-        limits, outstanding = self.limits, len(self._in_flight) + self.waiting
+        limits, outstanding = self.limits, len(self._started_at)
         fits = limits.per_step * (limits.max_staleness + self.version - self.step + 1) - outstanding
         wanted = limits.per_step * (limits.steps - self.step) - outstanding
         room = min(fits, wanted, len(self._again) if self._exhausted else fits)
         if limits.max_in_flight:
-            room = min(room, limits.max_in_flight - len(self._in_flight))
+            room = min(room, limits.max_in_flight - (outstanding - self.waiting))
         return max(0, room)
 
     def again(self) -> int | None:
@@ -96,24 +92,23 @@ class Ledger:
 
     def start(self, position: int, *, repeated: bool = False) -> None:
         """A prompt is on its way to the engines."""
-        self._in_flight[position] = self.version
+        self._started_at[position] = self.version
         self.counts["dispatched"] += not repeated
 
-    def finish(self, position: int, group: Group) -> None:
+    def finish(self, position: int, group: ScoredGroup) -> None:
         """A prompt's samples have scores."""
-        version = self._in_flight.pop(position)
-        self._finished.append(_Finished(position=position, version=version, group=group))
+        self._finished[position] = group
 
-    def filter(self, position: int, group: Group) -> None:
+    def filter(self, position: int, group: ScoredGroup) -> None:
         """A prompt's samples teach nothing."""
-        del self._in_flight[position]
+        del self._started_at[position]
         self.counts["filtered"] += 1
         self._misses += 1
         self._flat = [*self._flat, group][: self.limits.per_step]
 
     def drop(self, position: int, reason: str) -> None:
         """None of a prompt's samples has a score."""
-        del self._in_flight[position]
+        del self._started_at[position]
         self.dropped.append((position, reason))
         self.counts["dropped"] += 1
         self._misses += 1
@@ -122,25 +117,25 @@ class Ledger:
     def ready(self) -> bool:
         """Whether the step can be taken: it is full, or will not get more, and all that is due is in it."""
         chosen = self._choice()
-        if len(chosen) < self.limits.per_step and (self._in_flight or self._again or not self._exhausted):
+        unfinished = len(self._started_at) > self.waiting or self._again
+        if len(chosen) < self.limits.per_step and (unfinished or not self._exhausted):
             return False
-        taken = {finished.position for finished in chosen}
-        versions = [*self._in_flight.values(), *(f.version for f in self._finished if f.position not in taken)]
+        versions = [version for position, version in self._started_at.items() if position not in chosen]
         return all(
             sum(version + self.limits.max_staleness <= self.step + later for version in versions)
             <= self.limits.per_step * later
             for later in range(self.limits.max_staleness + 1)
         )
 
-    def take(self) -> list[Group]:
+    def take(self) -> list[ScoredGroup]:
         """The groups of the step, in the order of their prompts; the next step's turn begins.
 
         Filtered groups stand in if there is no other (their advantages are zero); empty if there is none at all.
         """
-        chosen = sorted(self._choice(), key=lambda finished: finished.position)
-        taken = {finished.position for finished in chosen}
-        self._finished = [finished for finished in self._finished if finished.position not in taken]
-        groups = [finished.group for finished in chosen] or self._flat
+        chosen = sorted(self._choice())
+        groups = [self._finished.pop(position) for position in chosen] or self._flat
+        for position in chosen:
+            del self._started_at[position]
         self.counts["consumed"] += len(chosen)
         self._misses, self._flat = 0, []
         self.step += 1
@@ -150,10 +145,10 @@ class Ledger:
     def _exhausted(self) -> bool:
         return self._misses > (self.limits.max_misses or self.limits.per_step)
 
-    def _choice(self) -> Sequence[_Finished]:
+    def _choice(self) -> set[int]:
         """The oldest finished groups, which are due first."""
-        oldest = sorted(self._finished, key=lambda finished: (finished.version, finished.position))
-        return oldest[: self.limits.per_step]
+        oldest = sorted(self._finished, key=lambda position: (self._started_at[position], position))
+        return set(oldest[: self.limits.per_step])
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, as JSON can.
@@ -162,12 +157,12 @@ class Ledger:
         generated again.
         """
         kept, again = [], self.in_flight
-        for finished in self._finished:
-            plain = group_to_plain(finished.group)
-            if is_json(plain):
-                kept.append({"position": finished.position, "version": finished.version, "group": plain})
+        for position, group in self._finished.items():
+            plain = asdict(group)
+            if _is_json(plain):
+                kept.append({"position": position, "version": self._started_at[position], "group": plain})
             else:
-                again.append(finished.position)
+                again.append(position)
         return {
             "in_flight": again,
             "finished": kept,
@@ -179,15 +174,39 @@ class Ledger:
         """Continue before `step`, with the engines at that version."""
         self.step = self.version = step
         self._again = deque(state["in_flight"])
-        self._finished = []
+        self._finished, self._started_at = {}, {}
         for item in sorted(state["finished"], key=lambda item: (item["version"], item["position"])):
             left = item["version"] + self.limits.max_staleness - step + 1
             if self.waiting < self.limits.per_step * left:
-                group = group_from_plain(item["group"])
-                self._finished.append(_Finished(position=item["position"], version=item["version"], group=group))
+                self._finished[item["position"]] = _group_from_plain(item["group"])
+                self._started_at[item["position"]] = item["version"]
             else:  # the limits are tighter than before; these samples would come too late
                 self._again.append(item["position"])
         self.dropped.clear()
         self.dropped.extend((position, reason) for position, reason in state["dropped"])
         self.counts = Counter(state["counts"])
-        self._in_flight, self._misses, self._flat = {}, 0, []
+        self._misses, self._flat = 0, []
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _group_from_plain(data: Mapping[str, Any]) -> ScoredGroup:
+    """Inverse of `dataclasses.asdict` followed by JSON."""
+    return ScoredGroup(
+        trajectories=tuple(_trajectory(item) for item in data["trajectories"]),
+        scores=tuple(Score(**{**item, "rewards": tuple(item["rewards"])}) for item in data["scores"]),
+        dropped=tuple(DroppedSample(**item) for item in data["dropped"]),
+        greedy_score=data["greedy_score"],
+    )
+
+
+def _trajectory(data: Mapping[str, Any]) -> Trajectory:
+    tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+    return Trajectory(**{**data, **tuples, "meaning": LogProbMeaning(**data["meaning"])})

@@ -7,18 +7,17 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import DeadlineExceeded, RewardError, Trajectory
-from rlhf_rollout import score_as_finished
+from rlhf_core import DeadlineExceeded, RewardError
+from rlhf_rollout import ScoredGroup
 
-from rlhf_launch.samples.collecting import StepSamples
-from rlhf_launch.samples.groups import group_of
+from rlhf_launch.samples.groups import GroupMaker
 from rlhf_launch.samples.ledger import Ledger
 from rlhf_launch.samples.prompts import Prompt, PromptStream
-from rlhf_launch.samples.reward import Rewarder
-from rlhf_launch.samples.sample import GroupSampler
+from rlhf_launch.workers.coroutines import LoopThread
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Engines(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on."""
+        """Let them continue."""
         ...
 
 
@@ -51,40 +50,41 @@ class ProducerConfig:
     """Deadline of `collect`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectReport:
+    """What happened until the groups of a step were there."""
+
+    seconds: Mapping[str, float]
+    """How long the step had to wait: `rollout` until the last sample was generated, `reward` beyond that."""
+    counts: Mapping[str, float]
+    """The ledger: prompts started, used, filtered and dropped since the last step; in flight and waiting now."""
+
+
 class Producer:
     """Starts prompts as far as the ledger has room, and hands over the groups of one step at a time.
 
     One mechanism for all modes: alternation, partial rollouts and asynchronous generation differ by the ledger's
-    limits and by what happens between `hold` and `go_on`.
+    limits and by what happens between `pause` and `resume`.
     """
 
     def __init__(
-        self,
-        sample: GroupSampler,
-        rewarder: Rewarder,
-        prompts: PromptStream,
-        ledger: Ledger,
-        engines: Engines,
-        config: ProducerConfig,
+        self, make: GroupMaker, prompts: PromptStream, ledger: Ledger, engines: Engines, config: ProducerConfig
     ) -> None:
         self.ledger = ledger
-        self._sample, self._rewarder = sample, rewarder
-        self._prompts, self._engines, self._config = prompts, engines, config
+        self._make, self._prompts, self._engines, self._config = make, prompts, engines, config
         self._changed = threading.Condition()
         self._open = False
         self._error: BaseException | None = None
         self._last_generated = 0.0
         self._reported: Counter[str] = Counter()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollouts")
 
-    def collect(self) -> StepSamples:
+    def collect(self) -> tuple[list[ScoredGroup], CollectReport]:
         """The groups of the next step, as soon as there are enough and all that is due is among them.
 
         Raises:
             DeadlineExceeded: names how many prompts were unfinished.
-            RewardError: a reward failed and the policy is to stop, or no prompt has a usable score.
+            RewardError: a reward failed and its failure handling says to stop, or no prompt has a usable score.
             RLHFError: whatever else ended generation.
         """
         begin = time.perf_counter()
@@ -112,15 +112,15 @@ class Producer:
         end = time.perf_counter()
         generated = min(max(self._last_generated, begin), end)
         seconds = {"rollout": generated - begin, "reward": end - generated}
-        return StepSamples(groups=groups, seconds=seconds, counts=counts)
+        return groups, CollectReport(seconds=seconds, counts=counts)
 
-    def hold(self) -> None:
-        """The policy is about to be trained."""
+    def pause(self) -> None:
+        """Let generation rest, where it must not overlap training: the policy is about to be trained."""
         if self._config.during_training == "pause":
             self._engines.pause()
 
-    def go_on(self, version: int) -> None:
-        """The engines have the weights of `version`."""
+    def resume(self, version: int) -> None:
+        """Continue: the engines have the weights of `version`."""
         if self._config.during_training == "pause":
             self._engines.resume()
         with self._changed:
@@ -137,7 +137,7 @@ class Producer:
         """Continue before `step`; the engines have the weights of that version. What runs now is given up."""
         with self._changed:
             self._open = False
-        self._run(self._cancel())
+        self._thread.cancel_all()
         with self._changed:
             self._prompts.position = state["prompt_position"]
             self.ledger.restore(state["ledger"], step=step)
@@ -146,14 +146,10 @@ class Producer:
 
     def close(self) -> None:
         """Give up what is under way; may be called twice."""
-        if not self._thread.is_alive():
-            return
-        with self._changed:
-            self._open = False
-        self._run(self._cancel())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._thread.running:
+            with self._changed:
+                self._open = False
+            self._thread.close()
 
     # ------------------------------------------------------------ under the lock, on any thread
 
@@ -167,7 +163,7 @@ class Producer:
                 position = self._prompts.position
                 (prompt,) = self._prompts.take(1)
             self.ledger.start(position, repeated=repeated)
-            asyncio.run_coroutine_threadsafe(self._produce(position, prompt), self._loop)
+            self._thread.start(self._produce(position, prompt))
 
     def _new_counts(self) -> dict[str, float]:
         """What happened since the last step, and how it stands."""
@@ -187,19 +183,13 @@ class Producer:
     # ------------------------------------------------------------ on the event loop
 
     async def _produce(self, position: int, prompt: Prompt) -> None:
-        async def generate() -> list[Trajectory]:
-            group = await self._sample(prompt, str(position), self._config.samples)
+        def generated() -> None:
             self._last_generated = time.perf_counter()
-            return group
 
         try:
-            rewarder = self._rewarder
-            generation = asyncio.ensure_future(generate())
-            async for scored in score_as_finished([generation], rewarder.reward, rewarder.decode):
-                group = group_of(scored)
-                reason = scored.failed[0].reason if scored.failed else "its environment failed"
-                with self._changed:
-                    self._record(position, group, reason)
+            group = await self._make.group(prompt, str(position), self._config.samples, generated=generated)
+            with self._changed:
+                self._record(position, group)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -207,10 +197,11 @@ class Producer:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _record(self, position: int, group: Any, reason: str) -> None:
+    def _record(self, position: int, group: ScoredGroup) -> None:
         ledger = self.ledger
-        ledger.counts["dropped_samples"] += self._config.samples - len(group.trajectories)
+        ledger.counts["dropped_samples"] += len(group.dropped)
         if not group.trajectories:
+            reason = group.dropped[0].reason
             _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)
             ledger.drop(position, reason)
         elif self._config.filter_flat and not group.scores_differ:
@@ -219,12 +210,3 @@ class Producer:
             ledger.finish(position, group)
         self._fill()
         self._changed.notify_all()
-
-    async def _cancel(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _run(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_algos import Row
-from rlhf_core import DataError
-
-from rlhf_launch.config.run import DataSection
+from rlhf_algos import DataSource, Row, read_rows
+from rlhf_core import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,21 +23,69 @@ class Prompt:
     """The row's columns under the names that the reward function takes."""
 
 
-def make_prompts(rows: Sequence[Row], tokenizer: Any, config: DataSection) -> tuple[list[Prompt], int]:
-    """Tokenise rows; returns the prompts and how many were dropped for their length.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFormat:
+    """How the rows of a data set become prompts."""
+
+    chat: bool = False
+    """Wrap plain text as a user message and apply the tokenizer's chat template; messages always get it."""
+    system_prompt: str | None = None
+    """The first message of every chat."""
+    max_tokens: int = 1024
+    """The longest prompt."""
+    drop_overlong: bool = False
+    """Leave longer prompts out, in place of refusing them."""
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model.
 
     Raises:
-        DataError: an empty or overlong prompt (with its row), chat messages without a chat template, or nothing
-            left.
+        ConfigError: the model has none that can be loaded, or one without an end-of-text token.
     """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.policy: no tokenizer can be loaded from {model!r}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.policy: the tokenizer of {model!r} has no end-of-text token; set `eos_token` in it"
+        )
+    return tokenizer
+
+
+def read_prompts(
+    source: DataSource | str, tokenizer: Any, form: PromptFormat | None = None
+) -> tuple[list[Prompt], int]:
+    """The prompts of a data set, and how many were dropped for their length.
+
+    Args:
+        source: where the rows are; a string is a path or the name of a data set on the hub. The column `prompt` has
+            text or chat messages.
+        tokenizer: the policy's.
+        form: how rows become prompts.
+
+    Raises:
+        DataError: no such data, an empty or overlong prompt (with its row), chat messages without a chat template,
+            or nothing left.
+    """
+    source = DataSource(path=source) if isinstance(source, str) else source
+    return make_prompts(read_rows(source, required=("prompt",)), tokenizer, form)
+
+
+def make_prompts(rows: Sequence[Row], tokenizer: Any, form: PromptFormat | None = None) -> tuple[list[Prompt], int]:
+    """Tokenise rows; see `read_prompts`."""
+    form = form or PromptFormat()
     prompts, dropped = [], 0
     for index, row in enumerate(rows):
-        text, token_ids = _tokenise(row, tokenizer, config)
-        if len(token_ids) > config.max_prompt_tokens:
-            if config.overlong == "error":
+        text, token_ids = _tokenise(row, tokenizer, form)
+        if len(token_ids) > form.max_tokens:
+            if not form.drop_overlong:
                 raise DataError(
                     f"{row.place}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is "
-                    f"{config.max_prompt_tokens}; raise it, shorten the prompt, or set data.overlong=drop"
+                    f"{form.max_tokens}; raise it, shorten the prompt, or set data.overlong=drop"
                 )
             dropped += 1
             continue
@@ -52,15 +98,13 @@ def make_prompts(rows: Sequence[Row], tokenizer: Any, config: DataSection) -> tu
             )
         )
     if not prompts:
-        raise DataError(
-            f"{config.prompts}: all {dropped} prompts are longer than {config.max_prompt_tokens} tokens"
-        )
+        raise DataError(f"{rows[0].source}: all {dropped} prompts are longer than {form.max_tokens} tokens")
     return prompts, dropped
 
 
-def _tokenise(row: Row, tokenizer: Any, config: DataSection) -> tuple[str, list[int]]:
+def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[int]]:
     value = row["prompt"]
-    messages = [{"role": "user", "content": value}] if config.chat and isinstance(value, str) else value
+    messages = [{"role": "user", "content": value}] if form.chat and isinstance(value, str) else value
     if isinstance(messages, str):
         token_ids = tokenizer(messages, add_special_tokens=True)["input_ids"]
         text = messages
@@ -70,8 +114,8 @@ def _tokenise(row: Row, tokenizer: Any, config: DataSection) -> tuple[str, list[
                 f"{row.place}: the prompt is a list of chat messages, but the tokenizer has no chat template; use "
                 "a chat model's tokenizer, or give plain text with data.chat=false"
             )
-        if config.system_prompt is not None:
-            messages = [{"role": "system", "content": config.system_prompt}, *messages]
+        if form.system_prompt is not None:
+            messages = [{"role": "system", "content": form.system_prompt}, *messages]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:

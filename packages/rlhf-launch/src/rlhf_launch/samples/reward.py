@@ -130,12 +130,18 @@ def check_reward(
 def open_reward(
     checked: CheckedReward, groups: Mapping[str, TrainGroup], tokenizer: Any
 ) -> tuple[RewardFunction, Callable[[], None]]:
-    """The whole reward, and what closes it. `groups` are the reward models' ranks by part."""
+    """The whole reward, and what closes it.
+
+    Args:
+        checked: the parts.
+        groups: the ranks of the reward models, by `reward <part>`.
+        tokenizer: the policy's.
+    """
     rewards: dict[str, RewardFunction] = {}
     for name, part in checked.parts.items():
         if isinstance(part, EngineRewardConfig):
             its_own = checked.tokenizers[name]
-            reward = part.make(groups[name], name=name, tokenizer=its_own, policy_tokenizer=tokenizer)
+            reward = part.make(groups[f"reward {name}"], name=name, tokenizer=its_own, policy_tokenizer=tokenizer)
         else:
             reward = checked.ready[name]
         rewards[name] = RobustReward(reward, part.on_failure or checked.on_failure, name=name)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rlhf_core import EngineDiedError
 
-from rlhf_launch.placement.plans import Executor
+from rlhf_launch.placement.executor import Executor
 from rlhf_launch.weight_sync.sync import SyncReport, WeightSync
 from rlhf_launch.workers.handles import gather
 from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -21,7 +21,7 @@ class RolloutReplacement:
     """Replaces lost engines, a limited number of times in a run.
 
     A replacement takes the weights of the last sync from the trainer. Whoever asks for one, from any thread, waits
-    while the trainer is busy (see `held_off`).
+    while the trainer is busy (see `suspended`).
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class RolloutReplacement:
                     self._sync.bring_up(engine)
 
     @contextmanager
-    def held_off(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Inside, the trainer is busy: its weights are not those of the last sync, or its ranks are at work."""
         with self._one_at_a_time:
             yield
 
     def sync(self, version: int) -> SyncReport:
-        """Bring all engines to `version`, inside `held_off`; new ones if that finds the last engine dead."""
+        """Bring all engines to `version`, inside `suspended`; new ones if that finds the last engine dead."""
         if self._pool.live:
             try:
                 return self._sync(version)

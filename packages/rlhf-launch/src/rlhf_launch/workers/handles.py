@@ -1,19 +1,20 @@
 """Calling a worker without knowing where it runs.
 
 A worker is a plain Python class. A handle starts its methods and returns futures: `LocalHandle` runs them on a
-thread of this process, `ray_cluster.RayHandle` in an actor. Everything above handles is the same code for both.
+thread of this process, `placement.ray.RayHandle` in an actor. Everything above handles is the same code for both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
 from rlhf_core import DeadlineExceeded, EngineDiedError
+
+from rlhf_launch.workers.coroutines import LoopThread
 
 
 class Handle(Protocol):
@@ -39,14 +40,12 @@ class LocalHandle:
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.name = name
         self._closing = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(name)
 
         async def construct() -> Any:
             return make()
 
-        self._worker = asyncio.run_coroutine_threadsafe(construct(), self._loop)
+        self._worker = self._thread.start(construct())
 
     def ready(self) -> Future[Any]:
         """Resolves to the worker when it is constructed."""
@@ -65,26 +64,17 @@ class LocalHandle:
                     raise EngineDiedError(f"{self.name} was closed during {method}") from None
                 raise
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return self._thread.start(run())
 
     def close(self) -> None:
         """See Handle."""
-        if not self._thread.is_alive():
+        if not self._thread.running:
             return
         if self._worker.exception() is None:
             self.call("close").result()
+        # Whoever waits for a call that is still under way must not wait for ever: it ends with an error.
         self._closing = True
-        asyncio.run_coroutine_threadsafe(self._cancel_calls(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _cancel_calls(self) -> None:
-        """End what is still under way: whoever waits for it must not wait for ever."""
-        calls = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        self._thread.close()
 
 
 def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:

@@ -25,8 +25,8 @@ from rlhf_launch.workers.process import loading
 class RolloutWorker:
     """One rollout engine. All methods are coroutines; many `generate` calls run at once."""
 
-    def __init__(self, backend: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
+    def __init__(self, backend: str, config: RolloutConfig, env_vars: Mapping[str, str]) -> None:
+        os.environ.update(env_vars)
         self._backend_name = backend
         self._config = config
         self._built: RolloutBackend | None = None

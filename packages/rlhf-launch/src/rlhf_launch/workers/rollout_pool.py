@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core import (
@@ -15,15 +16,16 @@ from rlhf_core import (
     GenerationResult,
     Link,
     PauseMode,
+    Sample,
     StaleWeightsError,
     WeightManifest,
 )
 from rlhf_core.interfaces.rollout import PARTIAL_SYNCS, PartialSync
+from rlhf_rollout import gather_or_cancel
 
-from rlhf_launch.workers.continuing import generate_to_the_end
+from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.handles import Handle, call_all, gather
-from rlhf_launch.workers.idle_time import IdleTime
-from rlhf_launch.workers.load import LeastLoaded
+from rlhf_launch.workers.load import EngineLoads
 
 _STALE_PAUSE_S = 0.2
 
@@ -33,10 +35,8 @@ class RolloutPool:
 
     def __init__(self, handles: Sequence[Handle], *, timeout_s: float) -> None:
         self._handles = list(handles)
-        self._loads = LeastLoaded(len(self._handles))
+        self._loads = EngineLoads(len(self._handles))
         self._timeout_s = timeout_s
-        self.idle = IdleTime(len(self._handles))
-        """Of the engines."""
         self._capabilities: list[BackendCapabilities] = []
         self._lost: dict[int, str] = {}
         self._starting: list[Any] = []
@@ -111,8 +111,8 @@ class RolloutPool:
     @property
     def partial_sync(self) -> PartialSync:
         """What may travel in place of all weights to every engine."""
-        found: list[PartialSync] = [one.partial_sync for one in self._capabilities]
-        return min(found, key=PARTIAL_SYNCS.index) if found else "none"
+        kinds = [PARTIAL_SYNCS.index(capabilities.partial_sync) for capabilities in self._capabilities]
+        return PARTIAL_SYNCS[min(kinds, default=0)]
 
     @property
     def adapters(self) -> bool:
@@ -137,11 +137,22 @@ class RolloutPool:
         used. Once none is left, the replacement (see `replace_with`) is waited for. A request that a failed weight
         sync has ended starts again too: the sync is repeated, or the run ends.
 
+        Engines that cannot let running requests stand still give them up in a pause (`finish_reason="abort"`).
+        These samples are continued from the tokens that they have, under the weights of the next version; log-probs
+        and versions of the tokens say which weights sampled what. A stop string that falls on the seam is not seen.
+
         Raises:
             EngineDiedError: no engine is left and none can be had.
             StaleWeightsError: no sync succeeded within the pool's deadline.
         """
-        return await generate_to_the_end(self._generate, request)
+        result = await self._generate(request)
+        samples = list(result.samples)
+        while unfinished := [index for index, sample in enumerate(samples) if sample.finish_reason == "abort"]:
+            rests = [_rest(request, index, samples[index]) for index in unfinished]
+            parts = await gather_or_cancel(self._generate(rest) for rest in rests)
+            for index, part in zip(unfinished, parts, strict=True):
+                samples[index] = _join(samples[index], part.samples[0])
+        return replace(result, samples=tuple(samples))
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         deadline = time.monotonic() + self._timeout_s
@@ -160,7 +171,6 @@ class RolloutPool:
     async def _generate_once(self, request: GenerationRequest) -> GenerationResult:
         engine = self._loads.take(request.n)
         handle = self._handles[engine]
-        self.idle.begins(engine)
         try:
             return await asyncio.wrap_future(handle.call("generate", request))
         except EngineDiedError as error:
@@ -168,7 +178,6 @@ class RolloutPool:
                 self.drop(engine, str(error))
             raise
         finally:
-            self.idle.ends(engine)
             self._loads.give_back(engine, request.n)
 
     def replace_with(self, replace_lost: Callable[[], None]) -> None:
@@ -207,12 +216,16 @@ class RolloutPool:
     def pause(self) -> None:
         """Stop sampling on all engines; requests go on after `resume`. A dead engine is left out."""
         self._each_live("pause", self.pause_mode)
-        self.idle.hold(True)
+        self._loads.pause(True)
 
     def resume(self) -> None:
         """Go on sampling."""
         self._each_live("resume")
-        self.idle.hold(False)
+        self._loads.pause(False)
+
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which an engine had no work or was paused: the mean over engines."""
+        return self._loads.take_idle_seconds()
 
     def close(self) -> None:
         """Close all engines."""
@@ -232,3 +245,29 @@ class RolloutPool:
                 gather([call], what=f"rollout engine {engine} to {method}", timeout_s=self._timeout_s)
             except EngineDiedError as error:
                 self.drop(engine, str(error))
+
+
+def _rest(request: GenerationRequest, index: int, sample: Sample) -> GenerationRequest:
+    """A request for what is missing of one sample. With the first seed it would draw the first tokens again."""
+    name = f"{request.request_id}+{index}.{sample.length}"
+    return replace(
+        request,
+        request_id=name,
+        prompt_token_ids=request.prompt_token_ids + sample.token_ids,
+        sampling=replace(
+            request.sampling,
+            max_tokens=request.sampling.max_tokens - sample.length,
+            min_tokens=max(0, request.sampling.min_tokens - sample.length),
+        ),
+        n=1,
+        seed=None if request.seed is None else request_seed(request.seed, name),
+    )
+
+
+def _join(first: Sample, rest: Sample) -> Sample:
+    return Sample(
+        token_ids=first.token_ids + rest.token_ids,
+        log_probs=first.log_probs + rest.log_probs,
+        weight_versions=first.weight_versions + rest.weight_versions,
+        finish_reason=rest.finish_reason,
+    )

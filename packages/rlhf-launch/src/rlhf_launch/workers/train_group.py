@@ -34,20 +34,22 @@ class TrainGroup:
         return max(gather(futures, what=f"{self.name} to build its engines", timeout_s=self._timeout_s))
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
-        """See TrainEngine; rows keep their order."""
-        dealt = self._deal(batch)
+        """See TrainEngine; rows keep their order. The batch may have fewer units than there are ranks."""
+        enough = self._a_unit_for_every_rank(batch)
+        dealt = self._deal(enough)
         futures = [
-            handle.call("score", batch.select(rows), tuple(outputs))
+            handle.call("score", enough.select(rows), tuple(outputs))
             for handle, rows in zip(self._handles, dealt, strict=True)
         ]
         parts = gather(futures, what=f"{self.name} to score a batch", timeout_s=self._timeout_s)
-        return _reassemble(batch, dealt, parts)
+        return _first_rows(_reassemble(enough, dealt, parts), batch.rows)
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
-        """See TrainEngine."""
+        """See TrainEngine. The batch may have fewer units than there are ranks."""
+        enough = self._a_unit_for_every_rank(batch)
         futures = [
-            handle.call("step", batch.select(rows), loss)
-            for handle, rows in zip(self._handles, self._deal(batch), strict=True)
+            handle.call("step", enough.select(rows), loss)
+            for handle, rows in zip(self._handles, self._deal(enough), strict=True)
         ]
         return gather(futures, what=f"{self.name} to take a step", timeout_s=self._timeout_s)[0]
 
@@ -125,6 +127,17 @@ class TrainGroup:
         for handle in self._handles:
             handle.close()
 
+    def _a_unit_for_every_rank(self, batch: Batch) -> Batch:
+        """The batch, or as many copies of it as give every rank a unit.
+
+        A loss is a sum divided by its weight over all ranks: a whole number of copies changes neither it nor its
+        gradient, whatever it averages over.
+        """
+        if not batch.units:
+            raise ValueError(f"{self.name}: a batch without rows was given to {self.ranks} rank(s)")
+        copies = -(-self.ranks // batch.units)
+        return batch if copies == 1 else batch.select_units(list(range(batch.units)) * copies)
+
     def _deal(self, batch: Batch) -> list[list[int]]:
         size = batch.rows_per_unit
         dealt = deal(batch.unit_lengths, self.ranks, even=True)
@@ -153,3 +166,11 @@ def _reassemble(batch: Batch, dealt: list[list[int]], parts: Sequence[ModelOutpu
                 full[rows] = piece
         result[name] = full
     return ModelOutputs(**result)
+
+
+def _first_rows(outputs: ModelOutputs, rows: int) -> ModelOutputs:
+    """The outputs of the first rows; numbers for the whole batch stay."""
+    values = {field.name: getattr(outputs, field.name) for field in fields(ModelOutputs)}
+    return ModelOutputs(
+        **{name: value[:rows] if value is not None and value.dim() else value for name, value in values.items()}
+    )

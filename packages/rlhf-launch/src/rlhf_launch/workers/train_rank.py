@@ -45,8 +45,8 @@ class TrainWorker:
     their engines at the same time.
     """
 
-    def __init__(self, engine: str, config: EngineConfig, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
+    def __init__(self, engine: str, config: EngineConfig, env_vars: Mapping[str, str]) -> None:
+        os.environ.update(env_vars)
         self._engine_name = engine
         self._config = config
         self._engine: TrainEngine | None = None

@@ -1,0 +1,91 @@
+"""The numbers of a step: seconds of its phases, its samples, its optimizer steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rlhf_core import Batch, StepReport
+from rlhf_rollout import ScoredGroup
+
+
+class PhaseClock:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begin = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a phase."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds of phases that were timed elsewhere."""
+        for phase, spent in seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+
+    def metrics(self, batch: Batch, *, overlapping: bool = False) -> dict[str, float]:
+        """Seconds per phase and step; tokens per second: sampled ones of generation, all of training.
+
+        Where generation overlaps the other phases, its tokens are those of the whole step, and its seconds those
+        that the trainer waited.
+        """
+        metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
+        metrics["seconds/step"] = time.perf_counter() - self._begin
+        sampled, trained = int(batch.response_mask.sum()), batch.tokens
+        for phase, tokens in (("rollout", sampled), ("score", trained), ("train", trained)):
+            whole_step = phase == "rollout" and overlapping
+            if seconds := metrics["seconds/step"] if whole_step else self.seconds.get(phase):
+                metrics[f"tokens_per_second/{phase}"] = tokens / seconds
+        return metrics
+
+
+def sample_metrics(groups: Sequence[ScoredGroup], batch: Batch) -> dict[str, float]:
+    """Reward, its components, lengths and truncation of one step's samples.
+
+    `mismatch/log_prob_max` is the largest difference between the sampler's and the trainer's log-prob of one
+    token. It is computed only where both mean the same distribution.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    scores = [score for group in groups for score in group.scores]
+    values = [score.value for score in scores]
+    mean = sum(values) / len(values)
+    metrics = {
+        "reward": mean,
+        "reward_std": (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5,
+        "response_length": sum(t.response_length for t in trajectories) / len(trajectories),
+        "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
+    }
+    greedy = [group.greedy_score for group in groups if group.greedy_score is not None]
+    if greedy:
+        metrics["reward_greedy"] = sum(greedy) / len(greedy)
+    for name in sorted({name for score in scores for name in score.components}):
+        parts = [score.components[name] for score in scores if name in score.components]
+        metrics[f"reward/{name}"] = sum(parts) / len(parts)
+    if "old_log_probs" in batch and not any(t.meaning.truncated for t in trajectories):
+        gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~batch.response_mask, 0)
+        metrics["mismatch/log_prob_max"] = float(gap.max())
+    return metrics
+
+
+def step_metrics(reports: Mapping[str, Sequence[StepReport]]) -> dict[str, float]:
+    """Means over the optimizer steps of one batch of samples, by role; the policy's without a prefix."""
+    metrics: dict[str, float] = {}
+    for role, steps in reports.items():
+        prefix = "" if role == "policy" else f"{role}/"
+        applied = [step for step in steps if not step.skipped]
+        metrics[f"{prefix}skipped_steps"] = float(len(steps) - len(applied))
+        for name in ("loss", "grad_norm", "learning_rate"):
+            metrics[f"{prefix}{name}"] = _mean([getattr(step, name) for step in applied])
+        for name in sorted({name for step in applied for name in step.metrics}):
+            metrics[f"{prefix}{name}"] = _mean([s.metrics[name] for s in applied if name in s.metrics])
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

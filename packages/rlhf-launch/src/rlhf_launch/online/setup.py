@@ -1,0 +1,178 @@
+"""The workers and parts of an online run: placed, started and connected, as a configuration says."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from rlhf_core import ConfigError, SamplingConfig
+
+from rlhf_launch.config.run import RunConfig
+from rlhf_launch.online.checkpoints import CheckpointStore
+from rlhf_launch.online.evaluation import Evaluator
+from rlhf_launch.online.loop import OnlineRun, Schedule
+from rlhf_launch.online.preflight import Inputs
+from rlhf_launch.online.report import Reporter
+from rlhf_launch.online.state import RunState
+from rlhf_launch.online.trainer import Trainer, UpdatePlan
+from rlhf_launch.placement.plans import reward_plans, roles_of, rollout_plans, training_plans
+from rlhf_launch.placement.start import Workers, executor_of, start_workers
+from rlhf_launch.samples.groups import GroupMaker
+from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.producer import During, Producer, ProducerConfig
+from rlhf_launch.samples.prompts import PromptStream
+from rlhf_launch.samples.reward import Rewarder, open_reward
+from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, response_sampler
+from rlhf_launch.weight_sync.replacement import RolloutReplacement
+from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.rollout_pool import RolloutPool
+
+
+@contextmanager
+def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter) -> Iterator[OnlineRun]:
+    """Place and connect all workers; they are closed when the block ends, however it ends."""
+    timeout_s = config.placement.timeout_s
+    with ExitStack() as stack:
+        begin = time.perf_counter()
+        stack.callback(inputs.reward.close)
+        workers = stack.enter_context(_start(config, inputs, reporter))
+        pool = workers.pool
+        options = config.weight_sync
+        policy, transports = workers.training["policy"], workers.executor.transports
+        sync = WeightSync(policy, pool, transports=transports, timeout_s=timeout_s, options=options)
+        reporter.say(f"  weights travel by {sync.transport}")
+        reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer)
+        stack.callback(close)
+        limit = config.placement.max_restarts
+        replacement = RolloutReplacement(workers.executor, pool, sync, limit=limit, timeout_s=timeout_s)
+        pool.replace_with(replacement)
+        stack.callback(replacement.stop)
+        reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
+        # What is there now stays: the collector need not look through it again with every request in flight.
+        gc.freeze()
+        make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer))
+        prompts = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        producer = open_producer(config, prompts, make_groups, pool)
+        stack.callback(producer.close)
+        trainer = open_trainer(config, workers)
+        yield OnlineRun(
+            schedule=schedule_of(config),
+            trainer=trainer,
+            producer=producer,
+            pool=pool,
+            sync=sync,
+            replacement=replacement,
+            evaluator=Evaluator(inputs.held_out, make_groups, timeout_s=timeout_s),
+            reporter=reporter,
+            state=RunState(
+                store,
+                trainer.trained,
+                producer,
+                trainer.kl,
+                seed=config.seed,
+                background=config.checkpoint_in_background,
+            ),
+            prompts=prompts,
+            make_groups=make_groups,
+        )
+
+
+@contextmanager
+def _start(config: RunConfig, inputs: Inputs, reporter: Reporter) -> Iterator[Workers]:
+    """One placement for all workers of the run."""
+    backends, timeout_s = inputs.backends, config.placement.timeout_s
+    training = {role: training_plans(config, backends, role) for role in roles_of(config)}
+    training |= {f"reward {name}": plans for name, plans in reward_plans(config, backends).items()}
+    executor = executor_of(config, backends)
+    rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank)
+
+    def say(line: str) -> None:
+        reporter.say(f"  {line}")
+
+    with start_workers(executor, training, rollout, timeout_s=timeout_s, say=say) as workers:
+        yield workers
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """What happens every so many steps."""
+    return Schedule(
+        steps=config.steps,
+        evaluate_every=config.eval_every,
+        checkpoint_every=config.checkpoint_every,
+        best_metric=config.keep_best,
+        overlapping=config.rollout.overlap is not None,
+    )
+
+
+def open_trainer(config: RunConfig, workers: Workers) -> Trainer:
+    """The training engines of a run with its algorithm."""
+    train = config.train
+    return Trainer(
+        policy=workers.training["policy"],
+        critic=workers.training.get("critic"),
+        reference=workers.training.get("reference"),
+        recipe=config.recipe,
+        kl=config.recipe.kl_controller(),
+        plan=UpdatePlan(
+            minibatches=train.minibatches,
+            epochs=train.epochs,
+            critic_warmup_steps=train.critic_warmup_steps,
+            seed=config.seed,
+        ),
+    )
+
+
+def group_makers(
+    config: RunConfig, pool: RolloutPool, rewarder: Rewarder
+) -> Callable[[SamplingConfig], GroupMaker]:
+    """What gives, for any settings of sampling, what makes scored groups: single responses or episodes."""
+    sampler = _samplers(config, pool, rewarder.tokenizer)
+    return lambda sampling: GroupMaker(sampler(sampling), rewarder)
+
+
+def _samplers(config: RunConfig, pool: RolloutPool, tokenizer: Any) -> Callable[[SamplingConfig], GroupSampler]:
+    agent, seed, longest = config.rollout.agent, config.seed, config.max_length
+    if agent is None:
+        return lambda sampling: response_sampler(pool, sampling, seed=seed)
+    return lambda sampling: episode_sampler(pool, agent, sampling, tokenizer, max_tokens=longest, seed=seed)
+
+
+def open_producer(
+    config: RunConfig,
+    prompts: PromptStream,
+    make_groups: Callable[[SamplingConfig], GroupMaker],
+    pool: RolloutPool,
+) -> Producer:
+    """The producer of a run, in the mode that `rollout.overlap` names."""
+    rollout, per_step = config.rollout, config.train.prompts_per_step
+    overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
+    limits = LedgerLimits(
+        per_step=per_step,
+        steps=config.steps,
+        max_staleness=overlap.max_staleness if overlap is not None else 0,
+        max_in_flight=overlap.max_in_flight if overlap is not None else 0,
+        max_misses=dynamic.max_rounds * per_step if dynamic is not None else 0,
+    )
+    during: During = "rest"
+    if overlap is not None:
+        if overlap.pause_while_training and pool.pause_mode is None:
+            raise ConfigError(
+                "rollout.overlap: pause_while_training=true needs a rollout backend that can pause; leave it out "
+                "to let generation go on"
+            )
+        during = "pause" if overlap.pause_while_training else "run"
+    return Producer(
+        make_groups(rollout.sampling),
+        prompts,
+        Ledger(limits),
+        pool,
+        ProducerConfig(
+            samples=rollout.samples_per_prompt,
+            during_training=during,
+            filter_flat=dynamic is not None,
+            timeout_s=config.placement.timeout_s,
+        ),
+    )

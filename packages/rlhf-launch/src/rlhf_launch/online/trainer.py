@@ -1,0 +1,117 @@
+"""What a step does with its samples: score them, estimate advantages, take the optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rlhf_algos import KLController, Recipe
+from rlhf_core import Batch, Mean, StepReport
+from rlhf_rollout import ScoredGroup
+
+from rlhf_launch.online.metrics import PhaseClock, sample_metrics, step_metrics
+from rlhf_launch.samples.groups import collate_groups, staleness
+from rlhf_launch.workers.train_group import TrainGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePlan:
+    """How often the samples of a step are trained on, and in which portions."""
+
+    minibatches: int = 1
+    """Optimizer steps per pass."""
+    epochs: int = 1
+    """Passes over the samples."""
+    critic_warmup_steps: int = 0
+    """Steps at the start of the run in which only the critic is trained."""
+    seed: int = 0
+    """Seed of the order of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """The training engines of a run and the algorithm that they follow."""
+
+    policy: TrainGroup
+    critic: TrainGroup | None = None
+    reference: TrainGroup | None = None
+    recipe: Recipe
+    kl: KLController
+    plan: UpdatePlan = field(default_factory=UpdatePlan)
+
+    @property
+    def trained(self) -> list[TrainGroup]:
+        """The engines whose weights change."""
+        return [self.policy, *([self.critic] if self.critic is not None else [])]
+
+    def step(self, groups: Sequence[ScoredGroup], step: int, clock: PhaseClock) -> tuple[Batch, dict[str, float]]:
+        """Train on the groups of a step; returns the batch with all its columns, and the step's metrics."""
+        with clock("score"):
+            batch = self.score(collate_groups(groups))
+        kl_coef = self.kl.value
+        batch, prepared = self.recipe.prepare(batch, batch["scores"], batch["group_ids"], kl_coef=kl_coef)
+        with clock("train"):
+            reports = self.update(batch, step)
+        self.kl.update(_kl_of(prepared), batch.rows)
+        metrics = (
+            sample_metrics(groups, batch)
+            | staleness(groups, step)
+            | {name: mean.value for name, mean in prepared.items()}
+            | step_metrics(reports)
+            | self.memory()
+            | {"kl_coef": kl_coef}
+        )
+        return batch, metrics
+
+    def score(self, batch: Batch) -> Batch:
+        """Add `old_log_probs` (of the policy before the update), and `ref_log_probs` and `values` where needed."""
+        old = self.policy.score(batch, ("log_probs",))
+        batch = batch.with_columns(old_log_probs=_present(old.log_probs))
+        if old.routed_experts is not None:  # routing replay: the update takes the same experts
+            batch = batch.with_columns(routed_experts=old.routed_experts)
+        if self.reference is not None:
+            reference = self.reference.score(batch, ("log_probs",))
+            batch = batch.with_columns(ref_log_probs=_present(reference.log_probs))
+        if self.critic is not None:
+            batch = batch.with_columns(values=_present(self.critic.score(batch, ("values",)).values))
+        return batch
+
+    def update(self, batch: Batch, step: int) -> dict[str, list[StepReport]]:
+        """All optimizer steps of one batch of samples; reports by role."""
+        plan = self.plan
+        policy_loss, value_loss = self.recipe.policy_loss(self.kl.value), self.recipe.value_loss()
+        reports: dict[str, list[StepReport]] = {}
+        for epoch in range(plan.epochs):
+            generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step * 101 + epoch)
+            order = torch.randperm(batch.rows, generator=generator).tolist()
+            # A step that dynamic sampling left short has fewer minibatches, so that every rank has a row in each.
+            parts = max(1, min(plan.minibatches, batch.rows // self.policy.ranks))
+            for part in range(parts):
+                minibatch = batch.select(order[part::parts])
+                if self.critic is not None and value_loss is not None:
+                    reports.setdefault("critic", []).append(self.critic.step(minibatch, value_loss))
+                if step >= plan.critic_warmup_steps:
+                    reports.setdefault("policy", []).append(self.policy.step(minibatch, policy_loss))
+        return reports
+
+    def memory(self) -> dict[str, float]:
+        """GiB of the rank with most, by role: what it holds, and the peak of each phase; where the engine says."""
+        return {
+            f"memory/{group.name}/{what}": size / 2**30
+            for group in self.trained
+            for what, size in group.memory().items()
+        }
+
+
+def _kl_of(metrics: Mapping[str, Mean]) -> float:
+    """KL to the reference per token, before the update; NaN (which controllers ignore) without a reference."""
+    found = [metrics[name].value for name in ("kl", "reference_kl") if name in metrics]
+    return found[0] if found else math.nan
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise RuntimeError("the engine did not return the outputs it was asked for")
+    return tensor

@@ -1,0 +1,83 @@
+"""What a worker is to whoever places it, and the executor that keeps all workers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlhf_launch.workers.handles import Handle, LocalHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRoom:
+    """What is reserved for one worker."""
+
+    cpus: float = 0.25
+    """CPU cores. Workers mostly take turns, so a share of a core is enough on a machine without GPUs."""
+    gpus: float = 1.0
+    """GPUs, for a worker on CUDA."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPlan:
+    """One worker to be placed."""
+
+    name: str
+    worker: type
+    arguments: tuple[Any, ...]
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    """Variables that must be there before the worker's process imports anything."""
+    cpus: float = 1.0
+    gpus: float = 0.0
+    concurrency: int | None = None
+    """Calls that may be under way at once; None for one at a time."""
+
+
+class Executor(Protocol):
+    """Places workers."""
+
+    @property
+    def transports(self) -> Sequence[str]:
+        """Ways for the weights from trainer to generator, best first; `shm` is for workers on one host."""
+        ...
+
+    @property
+    def one_process(self) -> bool:
+        """Whether all workers share this process."""
+        ...
+
+    def place(self, plans: Sequence[WorkerPlan]) -> Sequence[Handle]:
+        """Start all workers; a handle for each, in order."""
+        ...
+
+    def restart(self, name: str) -> Handle:
+        """Start a worker anew in the room of the one of this name, which is closed or dead."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; may be called twice."""
+        ...
+
+
+class LocalExecutor:
+    """All workers in this process, each on a thread of its own."""
+
+    transports = ("local",)
+    one_process = True
+
+    def __init__(self) -> None:
+        self._plans: dict[str, WorkerPlan] = {}
+
+    def place(self, plans: Sequence[WorkerPlan]) -> list[LocalHandle]:
+        """See Executor."""
+        self._plans |= {plan.name: plan for plan in plans}
+        return [self.restart(plan.name) for plan in plans]
+
+    def restart(self, name: str) -> LocalHandle:
+        """See Executor."""
+        plan = self._plans[name]
+        return LocalHandle(name, lambda: plan.worker(*plan.arguments))
+
+    def close(self) -> None:
+        """Do nothing: there is nothing beyond the handles to give back."""

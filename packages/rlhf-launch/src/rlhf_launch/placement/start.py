@@ -1,0 +1,94 @@
+"""The start of a run's workers: placed together, started in order, closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
+from rlhf_launch.placement.ray import RayCluster
+from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
+from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workers:
+    """The workers of a run, all of them up."""
+
+    training: Mapping[str, TrainGroup]
+    """The ranks of each training engine, by the name that its plans were given under."""
+    pool: RolloutPool
+    """The rollout engines."""
+    executor: Executor
+    """What placed them; it starts replacements."""
+
+
+def open_executor(
+    kind: str, *, device: str = "cpu", ray_address: str | None = None, timeout_s: float = 600.0
+) -> Executor:
+    """The executor of a kind: `local` or `ray`.
+
+    Args:
+        kind: `local` keeps all workers in this process, `ray` makes each an actor.
+        device: `cuda` or `cpu`; decides how weights can travel.
+        ray_address: an existing cluster; None starts a local one.
+        timeout_s: how long to wait for room in the cluster.
+    """
+    if kind == "local":
+        return LocalExecutor()
+    transports = ("nccl", "gloo") if device.startswith("cuda") else ("shm", "gloo")
+    return RayCluster(ray_address, transports=transports, timeout_s=timeout_s)
+
+
+def executor_of(config: WorkerNeeds, backends: ResolvedBackends) -> Executor:
+    """The executor that a configuration names."""
+    placement = config.placement
+    return open_executor(
+        backends.executor,
+        device=backends.device,
+        ray_address=placement.ray_address,
+        timeout_s=placement.timeout_s,
+    )
+
+
+@contextmanager
+def start_workers(
+    executor: Executor,
+    training: Mapping[str, Sequence[WorkerPlan]],
+    rollout: Sequence[WorkerPlan],
+    *,
+    timeout_s: float = 900.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[Workers]:
+    """Place all workers in one go and start them; workers and executor are closed when the block ends.
+
+    Args:
+        executor: where they are placed.
+        training: the ranks of each training engine, by its name (see `rank_plans`).
+        rollout: the rollout engines (see `engine_plans`).
+        timeout_s: deadline of every wait on these workers.
+        say: is told, a line each, what is up and how long that took.
+
+    Raises:
+        ResourceError: there is no room for them.
+    """
+    with ExitStack() as stack:
+        stack.callback(executor.close)
+        handles = list(executor.place([*(plan for plans in training.values() for plan in plans), *rollout]))
+        groups: dict[str, TrainGroup] = {}
+        for name, plans in training.items():
+            ranks, handles = handles[: len(plans)], handles[len(plans) :]
+            groups[name] = TrainGroup(name, ranks, timeout_s=timeout_s)
+            stack.callback(groups[name].close)
+        pool = RolloutPool(handles, timeout_s=timeout_s)
+        stack.callback(pool.close)
+        if not executor.one_process:
+            # Engines start while the training ranks do. Within one process DeepSpeed must come first: it has to
+            # make torch's process group before vLLM does.
+            pool.begin()
+        for name, group in groups.items():
+            say(f"{name}: {group.ranks} rank(s), {group.start():.1f} s")
+        say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")
+        yield Workers(training=groups, pool=pool, executor=executor)

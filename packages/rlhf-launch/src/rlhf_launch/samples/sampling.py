@@ -1,0 +1,98 @@
+"""Prompts to trajectories: one request per prompt for all its samples, or episodes in an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from rlhf_core import DroppedSample, GenerationRequest, GenerationResult, SamplingConfig, Trajectory
+from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
+
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.seeds import request_seed
+from rlhf_launch.workers.rollout_pool import RolloutPool
+
+GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory | DroppedSample]]]
+"""(prompt, label that is unique in the run, number of samples) to the samples."""
+
+
+def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int) -> GroupSampler:
+    """What draws single responses to a prompt, all in one request.
+
+    Args:
+        pool: the rollout engines.
+        sampling: settings of all samples.
+        seed: the run's; the seed of a request follows from it and the label.
+    """
+
+    async def sample(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
+        request = GenerationRequest(
+            request_id=label,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            n=samples,
+            seed=request_seed(seed, label),
+        )
+        return [*trajectories_of(prompt, await pool.generate(request))]
+
+    return sample
+
+
+def episode_sampler(
+    pool: RolloutPool,
+    agent: AgentConfig,
+    sampling: SamplingConfig,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    seed: int,
+) -> GroupSampler:
+    """What plays episodes of several turns from a prompt.
+
+    Args:
+        pool: the rollout engines.
+        agent: the environment, and the limits of an episode.
+        sampling: settings of every turn.
+        tokenizer: the policy's.
+        max_tokens: tokens of an episode, prompt and environment included.
+        seed: the run's; the seeds of the turns follow from it and the label.
+    """
+    tool_calls = tool_call_parser(tokenizer)
+    loop = AgentLoop(pool, tokenizer, agent, sampling=sampling, max_tokens=max_tokens, parse_tool_calls=tool_calls)
+
+    async def play(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
+        task = AgentTask(
+            group_id=label,
+            prompt_token_ids=prompt.token_ids,
+            metadata={**prompt.metadata, "prompt": prompt.text},
+            episodes=samples,
+            seed=request_seed(seed, label),
+        )
+        return await loop.run_group(task)
+
+    return play
+
+
+def greedy(sampling: SamplingConfig) -> SamplingConfig:
+    """The same limits and stops, with the most likely token in every place."""
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory]:
+    """Single-turn trajectories: the prompt's tokens, then the sampled ones."""
+    size = len(prompt.token_ids)
+    return [
+        Trajectory(
+            sample_id=f"{result.request_id}/{index}",
+            group_id=result.request_id,
+            token_ids=prompt.token_ids + sample.token_ids,
+            response_mask=(False,) * size + (True,) * sample.length,
+            rollout_log_probs=(0.0,) * size + sample.log_probs,
+            weight_versions=(-1,) * size + sample.weight_versions,
+            meaning=result.meaning,
+            truncated=sample.finish_reason != "stop",
+            metadata={**prompt.metadata, "prompt": prompt.text},
+        )
+        for index, sample in enumerate(result.samples)
+    ]
