@@ -1,6 +1,9 @@
+import dataclasses
+from collections import Counter
+
 import pytest
 import torch
-from rlhf_core import Batch, ModelOutputs
+from rlhf_core import Batch, Loss, ModelOutputs, StepReport
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.train_group import TrainGroup
@@ -46,3 +49,39 @@ def test_recorded_experts_go_into_the_update(echoes):
     experts = Trainer(policy=echoes, recipe=None, kl=None).score(batch)["routed_experts"]
     assert torch.equal(experts[..., 0].long(), batch.token_ids)
     assert torch.equal(experts[..., 1].long(), -batch.token_ids)
+
+
+class CountingRank(EchoRank):
+    """Remembers which rows it was given to step on."""
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, batch, loss):
+        self.steps.append(batch.sample_ids)
+        return StepReport(loss=0.0, grad_norm=0.0, learning_rate=0.0)
+
+
+@pytest.mark.parametrize(("rows", "rows_per_unit"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_a_batch_of_fewer_units_than_ranks_is_repeated_a_whole_number_of_times(rows, rows_per_unit):
+    ranks = [CountingRank() for _ in range(4)]
+    group = TrainGroup(
+        "policy", [LocalHandle(f"rank-{i}", lambda r=r: r) for i, r in enumerate(ranks)], timeout_s=10
+    )
+    batch = ragged_batch().select(range(rows))
+    batch = dataclasses.replace(batch, rows_per_unit=rows_per_unit, sample_ids=tuple(map(str, range(rows))))
+    group.step(batch, Loss(function=None))
+    outputs = group.score(batch)
+    group.close()
+    given = [ids for rank in ranks for ids in rank.steps]
+    assert all(given)  # collectives need every rank
+    times = Counter(row for ids in given for row in ids)
+    assert set(times) == set(batch.sample_ids)
+    assert len(set(times.values())) == 1  # a mean over such copies is the mean over the batch
+    assert torch.equal(outputs.log_probs, batch.token_ids.float() * batch.response_mask)
+    assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
+
+
+def test_a_batch_without_rows_is_refused_by_name(echoes):
+    with pytest.raises(ValueError, match="policy: a batch without rows"):
+        echoes.score(ragged_batch().select([]))

@@ -1,0 +1,68 @@
+"""Coroutines on threads of their own: under a running event loop too, and with nothing left behind."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+from rlhf_launch.workers.coroutines import LoopThread, run_coroutine
+
+
+async def answer(value=42):
+    await asyncio.sleep(0)
+    return value
+
+
+async def fail():
+    raise KeyError("the first cause")
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_a_result_and_an_error_come_back():
+    assert run_coroutine(answer()) == 42
+    with pytest.raises(KeyError, match="the first cause"):
+        run_coroutine(fail())
+    assert "coroutine" not in threads()
+
+
+def test_it_works_while_an_event_loop_is_running():
+    async def cell():
+        return run_coroutine(answer())
+
+    assert asyncio.run(cell()) == 42
+
+
+def test_it_may_be_nested():
+    async def outer():
+        return run_coroutine(answer(1)) + 1
+
+    assert run_coroutine(outer()) == 2
+
+
+def test_an_interrupt_ends_the_coroutine_too():
+    ended = threading.Event()
+
+    async def endless():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_coroutine(endless())
+    assert ended.is_set()
+    assert "coroutine" not in threads()
+
+
+def test_closing_ends_what_is_under_way_and_may_be_done_twice():
+    thread = LoopThread("worker")
+    future = thread.start(asyncio.sleep(60))
+    thread.close()
+    thread.close()
+    assert future.cancelled()
+    assert not thread.running
