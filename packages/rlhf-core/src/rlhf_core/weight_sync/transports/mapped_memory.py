@@ -35,7 +35,7 @@ def file_segment(nbytes: int) -> tuple[Tensor, Any, list[Path]]:
     """
     directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor, name = tempfile.mkstemp(prefix="rlhf-weights-", dir=directory)
+    descriptor, name = tempfile.mkstemp(prefix=f"rlhf-weights-{os.getpid()}-", dir=directory)
     try:
         # Reserved at once: writing to a full tmpfs later would end the process with a bus error.
         os.posix_fallocate(descriptor, 0, nbytes)
