@@ -207,18 +207,18 @@ class Engine:
     def connect(self, link: Any) -> None:
         import asyncio
 
-        from rlhf_core import join
+        from rlhf_core import join_link
 
         if self.backend is not None:
             asyncio.run(self.backend.connect(link, 0))
         else:
-            self.receiver = join(link, 0)
+            self.receiver = join_link(link, 0)
 
     def join(self, link: Any) -> None:
         """Join beside the backend, to time moving alone."""
-        from rlhf_core import join
+        from rlhf_core import join_link
 
-        self.receiver = join(link, 0)
+        self.receiver = join_link(link, 0)
 
     def receive(self, manifest: Any) -> tuple[float, float]:
         import asyncio

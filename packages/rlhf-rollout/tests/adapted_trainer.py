@@ -7,9 +7,8 @@ from typing import Any
 
 import peft
 import torch
-from rlhf_core import Bucket, TensorSpec, WeightManifest, WeightSource
+from rlhf_core import AdapterScale, Bucket, TensorSpec, WeightManifest, WeightSource
 from rlhf_core.testing.weight_sync import BUCKET_BYTES, Trainer
-from rlhf_core.weight_sync.manifest import AdapterScale
 from torch import Tensor
 
 PREFIX = "base_model.model."

@@ -25,7 +25,7 @@ from rlhf_core import (
     LossTerms,
     OptimizerConfig,
     accumulate,
-    join,
+    join_link,
     model_outputs,
     open_sender,
     receive_weights,
@@ -239,7 +239,7 @@ class Checks(FeatureChecks, ModelChecks):
                 def load(weights: Any) -> None:
                     into.update({name: tensor.clone() for name, tensor in weights})
 
-                receive_weights(manifest, join(link, 0), load)
+                receive_weights(manifest, join_link(link, 0), load)
 
             thread = threading.Thread(target=receive)
             if self.rank == 1:

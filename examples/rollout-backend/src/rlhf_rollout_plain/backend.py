@@ -29,7 +29,7 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
     WeightSyncError,
-    join,
+    join_link,
     receive_weights,
 )
 
@@ -86,7 +86,7 @@ class PlainBackend:
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""
-        self._receiver = await asyncio.to_thread(join, link, rank)
+        self._receiver = await asyncio.to_thread(join_link, link, rank)
 
     async def receive_weights(self, manifest: WeightManifest) -> None:
         """See RolloutBackend."""

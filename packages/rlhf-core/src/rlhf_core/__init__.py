@@ -1,6 +1,30 @@
 """Data types, seams and the weight-sync protocol that the rlhf packages, and replacements of them, share."""
 
-from rlhf_core.adapters.lora import LoraConfig
+from rlhf_core.adapters.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    AdapterBase,
+    adapter_parameters,
+    find_adapter,
+    write_adapter,
+)
+from rlhf_core.adapters.lora import (
+    MODEL_HEADS,
+    FourBit,
+    LoraConfig,
+    adapted_layers,
+    add_adapters,
+    merged_weight,
+    name_without_adapters,
+)
+from rlhf_core.adapters.quantized import (
+    dequantized,
+    is_quantized,
+    outline,
+    quantized_loading,
+    restore_linear_layers,
+    settle_quantized,
+)
 from rlhf_core.checks import check_choice, check_number, check_switch, check_whole
 from rlhf_core.data.batch import Batch, collate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
@@ -23,9 +47,16 @@ from rlhf_core.errors import (
 )
 from rlhf_core.interfaces.engine_config import DType, EngineConfig, OptimizerConfig, Role, Schedule
 from rlhf_core.interfaces.environments import Environment, Observation, ToolCall, Turn
-from rlhf_core.interfaces.loss import Loss, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
+from rlhf_core.interfaces.loss import Loss, LossFunction, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
 from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
-from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutBackend, RolloutConfig
+from rlhf_core.interfaces.rollout import (
+    PARTIAL_SYNCS,
+    BackendCapabilities,
+    PartialSync,
+    PauseMode,
+    RolloutBackend,
+    RolloutConfig,
+)
 from rlhf_core.interfaces.training import (
     KeepsAverage,
     MemoryReport,
@@ -37,8 +68,11 @@ from rlhf_core.interfaces.training import (
     TrainCapabilities,
     TrainEngine,
 )
-from rlhf_core.model.forward import model_outputs
+from rlhf_core.model.enable_packing import enable_packing
+from rlhf_core.model.forward import model_outputs, top_k_log_probs
 from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
+from rlhf_core.model.packed_attention import is_packing
+from rlhf_core.model.packing import Layout, Segment
 from rlhf_core.options import config_from, did_you_mean, nearest
 from rlhf_core.plugins import (
     ROLLOUT_BACKENDS,
@@ -52,13 +86,15 @@ from rlhf_core.plugins import (
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal
 from rlhf_core.training.learning_rate import learning_rate
+from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 from rlhf_core.training.random_state import RandomState
 from rlhf_core.weight_sync.adapters import AdapterWeights
-from rlhf_core.weight_sync.delta import DeltaSource
-from rlhf_core.weight_sync.manifest import Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.delta import DeltaMode, DeltaSource
+from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, AdapterScale, Bucket, TensorSpec, WeightManifest
 from rlhf_core.weight_sync.receive import receive_weights
 from rlhf_core.weight_sync.send import send_weights
 from rlhf_core.weight_sync.source import (
+    LoadWeights,
     ModuleWeights,
     PackingSource,
     WeightSource,
@@ -66,12 +102,33 @@ from rlhf_core.weight_sync.source import (
     check_coverage,
     copy_into,
 )
-from rlhf_core.weight_sync.transports.transport import Link, Receiver, Sender, join, open_sender
+from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id
+from rlhf_core.weight_sync.transports.transport import (
+    WEIGHT_TRANSPORTS,
+    Link,
+    Receiver,
+    ReleasesSender,
+    Sender,
+    Sending,
+    Transport,
+    join_link,
+    open_sender,
+    release_sender,
+)
+from rlhf_core.weight_sync.weight_copy import WeightCopy
 
 __all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_FOLDER",
+    "DEFAULT_BUCKET_BYTES",
+    "MODEL_HEADS",
+    "PARTIAL_SYNCS",
     "ROLLOUT_BACKENDS",
     "TRAIN_ENGINES",
+    "WEIGHT_TRANSPORTS",
     "Accumulated",
+    "AdapterBase",
+    "AdapterScale",
     "AdapterWeights",
     "BackendCapabilities",
     "Batch",
@@ -81,19 +138,24 @@ __all__ = [
     "DType",
     "DataError",
     "DeadlineExceeded",
+    "DeltaMode",
     "DeltaSource",
     "DroppedSample",
     "EngineConfig",
     "EngineDiedError",
     "Environment",
     "FinishReason",
+    "FourBit",
     "GenerationRequest",
     "GenerationResult",
     "KeepsAverage",
+    "Layout",
     "Link",
+    "LoadWeights",
     "LogProbMeaning",
     "LoraConfig",
     "Loss",
+    "LossFunction",
     "LossTerms",
     "Mean",
     "MemoryReport",
@@ -104,6 +166,7 @@ __all__ = [
     "OneRank",
     "OptimizerConfig",
     "PackingSource",
+    "PartialSync",
     "PauseMode",
     "PendingSave",
     "PluginError",
@@ -111,6 +174,7 @@ __all__ = [
     "RandomState",
     "Ranks",
     "Receiver",
+    "ReleasesSender",
     "ReportsMemory",
     "ResourceError",
     "RewardError",
@@ -123,22 +187,30 @@ __all__ = [
     "SavesInBackground",
     "Schedule",
     "Score",
+    "Segment",
     "Sender",
+    "Sending",
     "SendsAdapters",
     "StaleWeightsError",
     "StepReport",
     "TensorSpec",
+    "TokenBudget",
     "ToolCall",
     "TrainCapabilities",
     "TrainEngine",
     "TrainingDivergedError",
     "Trajectory",
+    "Transport",
     "Turn",
     "UserError",
+    "WeightCopy",
     "WeightManifest",
     "WeightSource",
     "WeightSyncError",
     "accumulate",
+    "adapted_layers",
+    "adapter_parameters",
+    "add_adapters",
     "check_base",
     "check_choice",
     "check_coverage",
@@ -150,11 +222,17 @@ __all__ = [
     "collate",
     "config_from",
     "copy_into",
+    "cut_batch",
     "deal",
+    "dequantized",
     "did_you_mean",
+    "enable_packing",
     "entropy_from_logits",
     "env_vars_of",
-    "join",
+    "find_adapter",
+    "is_packing",
+    "is_quantized",
+    "join_link",
     "keep_scored",
     "learning_rate",
     "load_object",
@@ -164,12 +242,22 @@ __all__ = [
     "masked_sum",
     "mean_of",
     "merge_metrics",
+    "merged_weight",
     "model_outputs",
+    "name_without_adapters",
     "nearest",
     "open_sender",
+    "outline",
     "pad_rows",
     "plugin_names",
+    "quantized_loading",
     "receive_weights",
+    "release_sender",
+    "restore_linear_layers",
     "score_in_micro_batches",
     "send_weights",
+    "settle_quantized",
+    "shared_memory_id",
+    "top_k_log_probs",
+    "write_adapter",
 ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_core import ConfigError, LoraConfig
-from rlhf_core.adapters.lora import adapted_layers, add_adapters, base_name, merged
+from rlhf_core.adapters.lora import adapted_layers, add_adapters, merged_weight, name_without_adapters
 from rlhf_core.adapters.quantized import dequantized, outline, quantized_loading, settle_quantized
 from rlhf_core.testing.tiny import save_tiny_model
 
@@ -26,9 +26,9 @@ def test_impossible_adapters_are_refused(fields, complaint):
 
 def test_names_without_adapters():
     layers = {"a.q": object()}
-    assert base_name("a.q.base_layer.weight", layers) == "a.q.weight"
-    assert base_name("a.q.lora_A.default.weight", layers) is None
-    assert base_name("a.qq.weight", layers) == "a.qq.weight"
+    assert name_without_adapters("a.q.base_layer.weight", layers) == "a.q.weight"
+    assert name_without_adapters("a.q.lora_A.default.weight", layers) is None
+    assert name_without_adapters("a.qq.weight", layers) == "a.qq.weight"
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,11 @@ def test_the_update_by_hand(path):
     assert sorted(layers) == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     layer = layers["model.layers.0.self_attn.q_proj"]
     base = layer.base_layer.weight.detach()
-    assert torch.equal(merged(base, layer), base), "a fresh adapter changes nothing"
+    assert torch.equal(merged_weight(base, layer), base), "a fresh adapter changes nothing"
     with torch.no_grad():
         layer.lora_B["default"].weight.fill_(0.5)
         expected = base + 3.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight)
-        torch.testing.assert_close(merged(base, layer), expected)
+        torch.testing.assert_close(merged_weight(base, layer), expected)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if ".lora_" in n
     }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_core import AdapterWeights, ConfigError, LoraConfig
-from rlhf_core.adapters.lora import adapted_layers, add_adapters, merged
+from rlhf_core.adapters.lora import adapted_layers, add_adapters, merged_weight
 from rlhf_core.testing.tiny import save_tiny_model
 
 
@@ -36,7 +36,7 @@ def test_an_adapter_leaves_with_the_names_and_values_of_pefts_files(tmp_path):
     b, a = (found[f"base_model.model.{name}.lora_{half}.weight"] for half in "BA")
     layer = adapted_layers(model)[name]
     base = layer.get_base_layer().weight
-    torch.testing.assert_close(merged(base, layer), base + 3.0 * b @ a)
+    torch.testing.assert_close(merged_weight(base, layer), base + 3.0 * b @ a)
 
 
 def test_only_target_modules_travel(tmp_path):

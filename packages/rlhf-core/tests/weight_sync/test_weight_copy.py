@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf_core import WeightSyncError
-from rlhf_core.weight_sync.weight_copy import HeldWeights
+from rlhf_core.weight_sync.weight_copy import WeightCopy
 
 WEIGHTS = {
     "embed.weight": torch.arange(6.0),
@@ -15,7 +15,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def held():
-    held = HeldWeights()
+    held = WeightCopy()
     held.take(WEIGHTS.items())
     return held
 

@@ -14,7 +14,7 @@ from rlhf_core import (
     WeightSyncError,
     check_coverage,
     copy_into,
-    join,
+    join_link,
     open_sender,
     receive_weights,
     send_weights,
@@ -65,7 +65,9 @@ def transfer(source, manifest, *, receivers=1):
 
     def receive(rank):
         receive_weights(
-            manifest, join(sender.link, rank), lambda pairs: arrived[rank].update({n: t.clone() for n, t in pairs})
+            manifest,
+            join_link(sender.link, rank),
+            lambda pairs: arrived[rank].update({n: t.clone() for n, t in pairs}),
         )
 
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in range(receivers)]

@@ -19,15 +19,15 @@ from rlhf_core import (
     MemoryReport,
     ModelOutputs,
     PendingSave,
+    RandomState,
     StepReport,
+    TokenBudget,
     TrainCapabilities,
     WeightSource,
     accumulate,
+    learning_rate,
     score_in_micro_batches,
 )
-from rlhf_core.training.learning_rate import learning_rate
-from rlhf_core.training.micro_batches import TokenBudget
-from rlhf_core.training.random_state import RandomState
 from torch import Tensor
 
 from rlhf_train.checkpoint.checkpoint import (

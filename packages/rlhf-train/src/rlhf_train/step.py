@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from rlhf_core import Batch, EngineConfig, StepReport, TrainingDivergedError
-from rlhf_core.training.accumulation import Accumulated
+from rlhf_core import Accumulated, Batch, EngineConfig, StepReport, TrainingDivergedError
 from torch import nn
 
 from rlhf_train.checkpoint.checkpoint import Progress

@@ -1,8 +1,7 @@
 import json
 
 import pytest
-from rlhf_core import ConfigError
-from rlhf_core.training.random_state import RandomState
+from rlhf_core import ConfigError, RandomState
 from rlhf_train.checkpoint.checkpoint import EngineState, Progress, load_checkpoint, save_checkpoint
 from rlhf_train.parallel.ranks import RankInfo, TrainingRanks
 from torch import device, equal, rand

@@ -4,11 +4,19 @@ import json
 
 import pytest
 import torch
-from rlhf_core import ConfigError, LoraConfig
-from rlhf_core.adapters.files import FOLDER, AdapterBase, adapter_parameters, find_adapter, write_adapter
-from rlhf_core.adapters.lora import add_adapters
-from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
-from rlhf_core.model.forward import model_outputs
+from rlhf_core import (
+    ADAPTER_FOLDER,
+    AdapterBase,
+    ConfigError,
+    LoraConfig,
+    adapter_parameters,
+    add_adapters,
+    find_adapter,
+    model_outputs,
+    quantized_loading,
+    settle_quantized,
+    write_adapter,
+)
 from rlhf_core.testing.engine_ground import forward, gap, rows
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import MergeConfig, merge_adapter
@@ -58,13 +66,13 @@ def written(model, config, base, folder):
 def test_log_probs_are_the_same_before_and_after(base, tmp_path, quantize):
     config = LoraConfig(rank=4, quantize=quantize)
     model = adapted(base, config)
-    export = written(model, config, base, tmp_path / "export" / FOLDER).parent
+    export = written(model, config, base, tmp_path / "export" / ADAPTER_FOLDER).parent
     assert merge_adapter(MergeConfig(adapter=export, output=tmp_path / "merged")) == 14
     before, after = scored(model), forward(str(tmp_path / "merged"), rows(0))[0]
     untouched = forward(base, rows(0))[0]
     assert (before - after).abs().max() < 1e-4
     assert (before - untouched).abs().max() > 0.1
-    assert AdapterBase.read(export / FOLDER) == AdapterBase(model=base, quantize=quantize)
+    assert AdapterBase.read(export / ADAPTER_FOLDER) == AdapterBase(model=base, quantize=quantize)
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     assert (tmp_path / "merged" / "tokenizer.json").exists()
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
-from rlhf_core import LoraConfig, WeightSyncError
-from rlhf_core.adapters.lora import adapted_layers, add_adapters
+from rlhf_core import LoraConfig, WeightSyncError, adapted_layers, add_adapters
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train import ZeroWeights
 from safetensors.torch import load_file

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf_core import Batch, ConfigError, Loss, Role, did_you_mean, load_object
-from rlhf_core.interfaces.loss import LossFunction
+from rlhf_core import Batch, ConfigError, Loss, LossFunction, Role, did_you_mean, load_object
 from torch import Tensor
 
 from rlhf_algos.data.encoding import TokenRow

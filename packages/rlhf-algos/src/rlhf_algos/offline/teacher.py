@@ -10,9 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, Ranks, deal
-from rlhf_core.model.forward import top_k_log_probs
-from rlhf_core.training.micro_batches import TokenBudget, cut_batch
+from rlhf_core import (
+    Batch,
+    ConfigError,
+    LossTerms,
+    ModelOutputs,
+    Ranks,
+    TokenBudget,
+    cut_batch,
+    deal,
+    top_k_log_probs,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rlhf_core import (
+    ADAPTER_FOLDER,
     AdapterWeights,
     Batch,
     ConfigError,
@@ -17,18 +18,19 @@ from rlhf_core import (
     Loss,
     ModelOutputs,
     ModuleWeights,
+    RandomState,
     StepReport,
+    TokenBudget,
     TrainCapabilities,
     TrainingDivergedError,
     WeightSource,
     accumulate,
+    adapter_parameters,
+    enable_packing,
     model_outputs,
     score_in_micro_batches,
+    write_adapter,
 )
-from rlhf_core.adapters.files import FOLDER, adapter_parameters, write_adapter
-from rlhf_core.model.enable_packing import enable_packing
-from rlhf_core.training.micro_batches import TokenBudget
-from rlhf_core.training.random_state import RandomState
 
 from rlhf_algos.torch_engine.checkpoint import load_state, load_weights, save_state, save_weights
 from rlhf_algos.torch_engine.model import LoraWeights, TorchOptions, load_model
@@ -177,7 +179,7 @@ class TorchEngine:
             merged = LoraWeights(self.model).state_dict() if self._lora else None
             self.model.save_pretrained(path, state_dict=merged)
             if self._adapters is not None:
-                folder = Path(path) / FOLDER
+                folder = Path(path) / ADAPTER_FOLDER
                 folder.mkdir(exist_ok=True)
                 write_adapter(folder, adapter_parameters(self.model), self._adapters, base=self.config.model)
         self.ranks.max(0)

@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Bucket, ConfigError, EngineConfig, TensorSpec, WeightManifest
-from rlhf_core.adapters.lora import adapted_layers, add_adapters, base_name, merged
-from rlhf_core.adapters.quantized import dequantized, outline, quantized_loading, settle_quantized
-from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
+from rlhf_core import (
+    DEFAULT_BUCKET_BYTES,
+    Bucket,
+    ConfigError,
+    EngineConfig,
+    TensorSpec,
+    WeightManifest,
+    adapted_layers,
+    add_adapters,
+    dequantized,
+    merged_weight,
+    name_without_adapters,
+    outline,
+    quantized_loading,
+    settle_quantized,
+)
 from torch import Tensor, nn
 
 
@@ -118,8 +130,11 @@ class LoraWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = adapted_layers(model)
-        named = ((base_name(name, self._layers), parameter) for name, parameter in model.named_parameters())
-        self._parameters = {name: parameter for name, parameter in named if name is not None}
+        self._parameters = {
+            own: parameter
+            for name, parameter in model.named_parameters()
+            if (own := name_without_adapters(name, self._layers)) is not None
+        }
 
     def manifest(self, version: int, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> WeightManifest:
         """See WeightSource."""
@@ -136,7 +151,7 @@ class LoraWeights:
             for spec in bucket.tensors:
                 base = dequantized(self._parameters[spec.name])
                 layer = self._layers.get(spec.name.removesuffix(".weight"))
-                yield spec.name, base if layer is None else merged(base, layer)
+                yield spec.name, base if layer is None else merged_weight(base, layer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All merged weights under their ordinary names."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from rlhf_core import OptimizerConfig
-from rlhf_core.training.learning_rate import learning_rate
+from rlhf_core import OptimizerConfig, learning_rate
 from torch import Tensor, nn
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhf_core.adapters.lora import HEADS, FourBit, LoraConfig, adapted_layers
+from rlhf_core.adapters.lora import MODEL_HEADS, FourBit, LoraConfig, adapted_layers
 from rlhf_core.errors import ConfigError
 
-FOLDER = "adapter"
+ADAPTER_FOLDER = "adapter"
 """Where an engine's export has its adapters, if it has any."""
 WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 BASE = "rlhf_base.json"
 _PREFIX = "base_model.model."
 
@@ -45,7 +45,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if owner is not None:
             (adapter,) = layers[owner].active_adapters
             found[_PREFIX + name.replace(f".{adapter}.", ".")] = parameter
-        elif parameter.requires_grad and name.split(".")[0] in HEADS:
+        elif parameter.requires_grad and name.split(".")[0] in MODEL_HEADS:
             found[_PREFIX + name] = parameter
     return found
 
@@ -62,7 +62,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: LoraConfi
     import peft
     from safetensors.torch import save_file
 
-    heads = sorted({name.removeprefix(_PREFIX).split(".")[0] for name in tensors} & set(HEADS))
+    heads = sorted({name.removeprefix(_PREFIX).split(".")[0] for name in tensors} & set(MODEL_HEADS))
     layers = sorted({name.removeprefix(_PREFIX).split(".lora_")[0] for name in tensors if ".lora_" in name})
     settings: Any = peft.LoraConfig(
         r=config.rank,
@@ -86,10 +86,10 @@ def find_adapter(path: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    for folder in (path, path / FOLDER):
-        if (folder / CONFIG).exists():
+    for folder in (path, path / ADAPTER_FOLDER):
+        if (folder / ADAPTER_CONFIG).exists():
             return folder
     raise ConfigError(
-        f"no adapter in {str(path)!r}: neither it nor {FOLDER}/ in it has {CONFIG}; give a directory that peft "
-        "wrote, or what an engine with lora exported"
+        f"no adapter in {str(path)!r}: neither it nor {ADAPTER_FOLDER}/ in it has {ADAPTER_CONFIG}; give a "
+        "directory that peft wrote, or the export of an engine that trained with lora"
     )

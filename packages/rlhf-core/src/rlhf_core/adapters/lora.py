@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlhf_core.errors import ConfigError
 
 FourBit = Literal["nf4", "fp4"]
-HEADS = ("score", "classifier", "lm_head")
+MODEL_HEADS = ("score", "classifier", "lm_head")
 """Modules that never get adapters; the scalar ones are trained in full."""
 
 
@@ -74,7 +74,7 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int, extra: str) -> No
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
-        exclude_modules=list(HEADS),
+        exclude_modules=list(MODEL_HEADS),
     )
     try:
         # The same on all ranks: ZeRO 1 and 2 take for granted that they start equal.
@@ -99,7 +99,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
-def base_name(name: str, layers: Mapping[str, Any]) -> str | None:
+def name_without_adapters(name: str, layers: Mapping[str, Any]) -> str | None:
     """A parameter's name in the model without adapters; None for a parameter of the adapters themselves."""
     owner = next((layer for layer in layers if name.startswith(layer + ".")), None)
     if owner is None:
@@ -108,7 +108,7 @@ def base_name(name: str, layers: Mapping[str, Any]) -> str | None:
     return f"{owner}.{inner.removeprefix('base_layer.')}" if inner.startswith("base_layer.") else None
 
 
-def merged(base: Tensor, layer: Any) -> Tensor:
+def merged_weight(base: Tensor, layer: Any) -> Tensor:
     """A copy of the layer's weight with its update added, in float32 and back; parameters must be gathered."""
     total = base.float()
     for adapter in layer.active_adapters:

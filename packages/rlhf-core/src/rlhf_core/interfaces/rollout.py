@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from rlhf_core.data.generation import GenerationRequest, GenerationResult
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import DType
-from rlhf_core.weight_sync.source import WeightManifest
+from rlhf_core.weight_sync.manifest import WeightManifest
 from rlhf_core.weight_sync.transports.transport import Link
 
 PauseMode = Literal["keep", "abort"]

@@ -21,7 +21,7 @@ from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.weight_sync.receive import receive_weights
 from rlhf_core.weight_sync.send import send_weights
 from rlhf_core.weight_sync.source import WeightSource
-from rlhf_core.weight_sync.transports.transport import join, open_sender
+from rlhf_core.weight_sync.transports.transport import join_link, open_sender
 
 SMOOTH = OptimizerConfig(learning_rate=0.3, eps=1.0, max_grad_norm=0.0)
 """With a large eps Adam's step is nearly proportional to the gradient, so rounding is not blown up to its sign."""
@@ -154,7 +154,7 @@ def received(source: WeightSource) -> dict[str, Tensor]:
 
     def receive() -> None:
         # Joining waits for the sender to accept, so it happens on this side.
-        receive_weights(manifest, join(sender.link, 0), load)
+        receive_weights(manifest, join_link(sender.link, 0), load)
 
     thread = threading.Thread(target=receive)
     thread.start()

@@ -12,7 +12,7 @@ from rlhf_core.errors import EngineDiedError, StaleWeightsError, WeightSyncError
 from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutConfig
 from rlhf_core.weight_sync.manifest import WeightManifest
 from rlhf_core.weight_sync.receive import receive_weights
-from rlhf_core.weight_sync.transports.transport import Link, Receiver, join
+from rlhf_core.weight_sync.transports.transport import Link, Receiver, join_link
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]
 """(request, index of the sample) -> its tokens, the last of which counts as end-of-text."""
@@ -102,7 +102,7 @@ class ScriptedBackend:
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""
-        self._receiver = await asyncio.to_thread(join, link, rank)
+        self._receiver = await asyncio.to_thread(join_link, link, rank)
 
     async def receive_weights(self, manifest: WeightManifest) -> None:
         """See RolloutBackend."""

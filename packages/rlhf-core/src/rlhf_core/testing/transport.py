@@ -21,7 +21,7 @@ from rlhf_core.errors import DeadlineExceeded, RLHFError, WeightSyncError
 from rlhf_core.weight_sync.manifest import Bucket, TensorSpec, WeightManifest
 from rlhf_core.weight_sync.receive import receive_weights
 from rlhf_core.weight_sync.send import send_weights
-from rlhf_core.weight_sync.transports.transport import Receiver, Sender, join, open_sender, release_sender
+from rlhf_core.weight_sync.transports.transport import Receiver, Sender, join_link, open_sender, release_sender
 
 
 class Source:
@@ -91,7 +91,7 @@ class TransportConformance:
     def connected(self, receivers: int = 1, timeout_s: float = 30.0) -> tuple[Sender, list[Receiver]]:
         sender = open_sender(self.kind, receivers=receivers, device=self.device, timeout_s=timeout_s)
         joining = [
-            Beside(lambda rank=rank: join(sender.link, rank, device=self.device)) for rank in range(receivers)
+            Beside(lambda rank=rank: join_link(sender.link, rank, device=self.device)) for rank in range(receivers)
         ]
         sender.accept()
         return sender, [one.result() for one in joining]
@@ -185,7 +185,7 @@ class TransportConformance:
 
     def test_a_sender_names_the_receiver_that_did_not_come(self) -> None:
         sender = open_sender(self.kind, receivers=2, device=self.device, timeout_s=self.patience_s)
-        joining = Beside(lambda: join(sender.link, 0, device=self.device))
+        joining = Beside(lambda: join_link(sender.link, 0, device=self.device))
         with pytest.raises(DeadlineExceeded, match=r"2 receiver.*missing: receiver.1$"):
             sender.accept()
         sender.close()
@@ -195,14 +195,14 @@ class TransportConformance:
     def test_a_receiver_does_not_wait_for_ever_to_be_accepted(self) -> None:
         sender = open_sender(self.kind, receivers=1, device=self.device, timeout_s=self.patience_s)
         with pytest.raises(DeadlineExceeded, match=r"accept receiver 0"):
-            join(sender.link, 0, device=self.device)
+            join_link(sender.link, 0, device=self.device)
         sender.close()
 
     def test_a_receiver_that_finds_no_sender_says_so(self) -> None:
         sender = open_sender(self.kind, receivers=1, device=self.device, timeout_s=self.patience_s)
         sender.close()
         with pytest.raises((DeadlineExceeded, WeightSyncError)):
-            join(sender.link, 0, device=self.device)
+            join_link(sender.link, 0, device=self.device)
 
     def test_a_sender_that_closes_between_two_buckets_leaves_no_receiver_waiting(self) -> None:
         source = Source([700, 300] * 3, 1, self.device)

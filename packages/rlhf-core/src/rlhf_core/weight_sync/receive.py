@@ -10,14 +10,14 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.checksum import compare_checksum
 from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
-from rlhf_core.weight_sync.source import Load
+from rlhf_core.weight_sync.source import LoadWeights
 from rlhf_core.weight_sync.transports.transport import Receiver
 
 
 def receive_weights(
     manifest: WeightManifest,
     receiver: Receiver,
-    load: Load,
+    load: LoadWeights,
     *,
     base: Callable[[str], Tensor] | None = None,
 ) -> None:

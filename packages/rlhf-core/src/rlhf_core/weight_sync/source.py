@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, Bucket, TensorSpec, WeightManifest
 
-Load = Callable[[Iterable[tuple[str, Tensor]]], None]
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 class WeightSource(Protocol):
@@ -84,7 +84,7 @@ class ModuleWeights:
         return [(spec.name, self._tensors[spec.name].detach()) for spec in bucket.tensors]
 
 
-def copy_into(module: torch.nn.Module) -> Load:
+def copy_into(module: torch.nn.Module) -> LoadWeights:
     """A `load` that copies weights into a module with checkpoint names.
 
     Raises:

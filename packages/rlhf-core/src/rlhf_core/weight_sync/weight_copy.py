@@ -11,7 +11,7 @@ from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.delta import fused_group
 
 
-class HeldWeights:
+class WeightCopy:
     """All weights in the form in which they travel, in host memory: as many bytes as the model has.
 
     An engine that fuses, shards or repacks its weights has no place in which single values could be changed. It

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core import ConfigError, DeadlineExceeded, Link, WeightSyncError, join, open_sender, send_weights
+from rlhf_core import ConfigError, DeadlineExceeded, Link, WeightSyncError, join_link, open_sender, send_weights
 from rlhf_core.testing.transport import Beside, Source, TransportConformance
 from safetensors.torch import load_file
 
@@ -46,12 +46,12 @@ class TestDisk(TransportConformance):
 
 RECEIVER = """
 import os, signal, sys
-from rlhf_core import Link, WeightManifest, join, receive_weights
+from rlhf_core import Link, WeightManifest, join_link, receive_weights
 from rlhf_core.testing.transport import Source
 
 kind, address, receivers, rank, die_after = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
 link = Link(kind=kind, address=address, receivers=receivers, timeout_s=60)
-receiver = join(link, rank)
+receiver = join_link(link, rank)
 buckets = 0
 
 def load(pairs):
@@ -103,7 +103,7 @@ def test_between_processes_and_one_dies_amid_the_second_sync(kind, tmp_path):
 
 def test_the_files_are_ordinary_safetensors(tmp_path):
     sender = open_sender("disk", receivers=1, host=str(tmp_path), timeout_s=20)
-    joining = Beside(lambda: join(sender.link, 0))
+    joining = Beside(lambda: join_link(sender.link, 0))
     sender.accept()
     receiver = joining.result()
     source = Source([7, 33, 5000], 3)
@@ -158,9 +158,9 @@ def test_misuse_is_refused():
     sender = open_sender("local", receivers=2)
     for rank in (-1, 2):
         with pytest.raises(ConfigError, match=r"outside 0\.\.1"):
-            join(sender.link, rank)
+            join_link(sender.link, rank)
     with pytest.raises(WeightSyncError, match="within one process"):
-        join(Link(kind="local", address="elsewhere", receivers=1, timeout_s=1), 0)
+        join_link(Link(kind="local", address="elsewhere", receivers=1, timeout_s=1), 0)
     bucket = Source([700], 1).manifest().buckets()[0]
     with pytest.raises(WeightSyncError, match="not accepted yet"):
         open_sender("gloo", receivers=1).send(torch.zeros(bucket.nbytes, dtype=torch.uint8), bucket)

@@ -28,7 +28,7 @@ def merge_lora(
     """Merge ADAPTER into its model and write a Transformers directory, tokenizer included."""
 
     def work() -> None:
-        from rlhf_train.weights.merge_adapter import MergeConfig, merge_adapter
+        from rlhf_train import MergeConfig, merge_adapter
 
         config = MergeConfig(
             adapter=adapter,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_core import ConfigError
-from rlhf_core.interfaces.rollout import PARTIAL_SYNCS, PartialSync
-from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
+from rlhf_core import DEFAULT_BUCKET_BYTES, PARTIAL_SYNCS, ConfigError, PartialSync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

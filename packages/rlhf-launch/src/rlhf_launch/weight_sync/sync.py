@@ -9,9 +9,17 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core import ConfigError, EngineDiedError, Link, RLHFError, UserError, WeightManifest, WeightSyncError
-from rlhf_core.interfaces.rollout import PARTIAL_SYNCS
-from rlhf_core.weight_sync.transports.transport import release_sender
+from rlhf_core import (
+    PARTIAL_SYNCS,
+    ConfigError,
+    EngineDiedError,
+    Link,
+    RLHFError,
+    UserError,
+    WeightManifest,
+    WeightSyncError,
+    release_sender,
+)
 
 from rlhf_launch.config.weight_sync import SyncOptions
 from rlhf_launch.workers.handles import gather

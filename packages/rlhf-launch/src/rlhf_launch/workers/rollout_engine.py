@@ -16,8 +16,8 @@ from rlhf_core import (
     RolloutConfig,
     WeightManifest,
     load_plugin,
+    shared_memory_id,
 )
-from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id
 
 from rlhf_launch.workers.process import loading
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_core import (
+    PARTIAL_SYNCS,
     BackendCapabilities,
     ConfigError,
     EngineDiedError,
     GenerationRequest,
     GenerationResult,
     Link,
+    PartialSync,
     PauseMode,
     Sample,
     StaleWeightsError,
     WeightManifest,
 )
-from rlhf_core.interfaces.rollout import PARTIAL_SYNCS, PartialSync
 from rlhf_rollout import gather_or_cancel
 
 from rlhf_launch.seeds import request_seed

@@ -12,6 +12,7 @@ from rlhf_core import (
     TRAIN_ENGINES,
     Batch,
     ConfigError,
+    DeltaMode,
     DeltaSource,
     EngineConfig,
     KeepsAverage,
@@ -31,9 +32,8 @@ from rlhf_core import (
     load_plugin,
     open_sender,
     send_weights,
+    shared_memory_id,
 )
-from rlhf_core.weight_sync.delta import DeltaMode
-from rlhf_core.weight_sync.transports.mapped_memory import shared_memory_id
 
 from rlhf_launch.workers.process import host_address, loading, seed_everything
 

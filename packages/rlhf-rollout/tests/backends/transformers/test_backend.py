@@ -182,11 +182,10 @@ def test_what_it_cannot_do_is_refused(start):
 
 DYING_ENGINE = """
 import os, signal, sys
-from rlhf_core import Link, join
-from rlhf_core.weight_sync.manifest import WeightManifest
+from rlhf_core import Link, WeightManifest, join_link
 import json
 link = Link(kind=sys.argv[1], address=sys.argv[2], receivers=2, timeout_s=30)
-receiver = join(link, 1)
+receiver = join_link(link, 1)
 manifest = WeightManifest.from_dict(json.loads(sys.argv[3]))
 for index, _ in enumerate(receiver.receive(manifest.buckets())):
     if index == 1:

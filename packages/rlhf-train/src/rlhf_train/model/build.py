@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError, EngineConfig
-from rlhf_core.adapters.lora import add_adapters
+from rlhf_core import ConfigError, EngineConfig, add_adapters
 from torch import nn
 
 from rlhf_train.config.options import ZeroConfig

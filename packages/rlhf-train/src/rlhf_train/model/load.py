@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError, EngineConfig
-from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
+from rlhf_core import ConfigError, EngineConfig, quantized_loading, settle_quantized
 
 from rlhf_train.parallel.tensor import whole_layers
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rlhf_core import Batch, model_outputs
-from rlhf_core.model.enable_packing import enable_packing
-from rlhf_core.model.packed_attention import is_packing
+from rlhf_core import Batch, enable_packing, is_packing, model_outputs
 from torch import Tensor, nn
 from torch.nn import functional
 

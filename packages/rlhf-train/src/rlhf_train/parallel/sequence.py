@@ -17,9 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from rlhf_core import Batch, ConfigError, ModelOutputs
-from rlhf_core.model.packed_attention import is_packing
-from rlhf_core.model.packing import Layout, Segment
+from rlhf_core import Batch, ConfigError, Layout, ModelOutputs, Segment, is_packing
 from torch import Tensor, nn
 from torch.nn.functional import pad
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import LoraConfig
-from rlhf_core.adapters.files import FOLDER, adapter_parameters, write_adapter
+from rlhf_core import ADAPTER_FOLDER, LoraConfig, adapter_parameters, write_adapter
 
 from rlhf_train.model.load import gathered
 from rlhf_train.parallel.ranks import TrainingRanks
@@ -18,7 +17,7 @@ from rlhf_train.weights.source import ZeroWeights
 
 def export_adapters(model: Any, path: Path, config: LoraConfig, *, ranks: TrainingRanks, base: str) -> None:
     """Write the adapters of a model beside what `export_model` wrote, as peft's files."""
-    folder = Path(path) / FOLDER
+    folder = Path(path) / ADAPTER_FOLDER
     parameters = adapter_parameters(model)
     with torch.no_grad(), gathered(list(parameters.values())):
         if ranks.info.rank == 0:

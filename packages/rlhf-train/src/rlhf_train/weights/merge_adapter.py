@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rlhf_core import ConfigError, DType
-from rlhf_core.adapters.files import CONFIG, AdapterBase, find_adapter
-from rlhf_core.adapters.lora import HEADS, FourBit, adapted_layers
-from rlhf_core.adapters.quantized import quantized_loading, restore_linear_layers, settle_quantized
+from rlhf_core import (
+    ADAPTER_CONFIG,
+    MODEL_HEADS,
+    AdapterBase,
+    ConfigError,
+    DType,
+    FourBit,
+    adapted_layers,
+    find_adapter,
+    quantized_loading,
+    restore_linear_layers,
+    settle_quantized,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +87,7 @@ def merge_adapter(config: MergeConfig) -> int:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    described = json.loads((folder / CONFIG).read_text())
+    described = json.loads((folder / ADAPTER_CONFIG).read_text())
     if (kind := described.get("peft_type")) != "LORA":
         raise ConfigError(f"the adapter in {str(folder)!r} is of the kind {kind!r}; only LORA can be merged")
     return described
@@ -87,7 +96,9 @@ def _read_description(folder: Path) -> dict[str, Any]:
 def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quantize: FourBit | None) -> Any:
     import transformers as hf
 
-    scalar = described.get("task_type") == "SEQ_CLS" or set(described.get("modules_to_save") or ()) & set(HEADS[:2])
+    scalar = described.get("task_type") == "SEQ_CLS" or set(described.get("modules_to_save") or ()) & set(
+        MODEL_HEADS[:2]
+    )
     kind: Any = hf.AutoModelForSequenceClassification if scalar else hf.AutoModelForCausalLM
     arguments: dict[str, Any] = {"num_labels": 1} if scalar else {}
     try:

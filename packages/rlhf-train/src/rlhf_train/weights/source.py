@@ -6,10 +6,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from rlhf_core import Bucket, ConfigError, TensorSpec, WeightManifest, WeightSyncError
-from rlhf_core.adapters.lora import adapted_layers, base_name, merged
-from rlhf_core.adapters.quantized import dequantized, outline
-from rlhf_core.weight_sync.source import DEFAULT_BUCKET_BYTES
+from rlhf_core import (
+    DEFAULT_BUCKET_BYTES,
+    Bucket,
+    ConfigError,
+    TensorSpec,
+    WeightManifest,
+    WeightSyncError,
+    adapted_layers,
+    dequantized,
+    merged_weight,
+    name_without_adapters,
+    outline,
+)
 from torch import Tensor, nn
 
 from rlhf_train.model.load import gathered
@@ -24,7 +33,7 @@ class ZeroWeights:
 
     Transformers keeps some weights in another layout than their checkpoint (fused experts, for instance). They
     travel under the names and in the shapes that `save_pretrained` would write. Adapters are
-    merged, 4-bit weights put back to full precision.
+    merged_weight, 4-bit weights put back to full precision.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,7 +42,7 @@ class ZeroWeights:
         self._parameters: dict[str, nn.Parameter] = {}
         """By the name the parameter has without adapters."""
         for name, parameter in model.named_parameters():
-            if (own := base_name(name, self._layers)) is not None:
+            if (own := name_without_adapters(name, self._layers)) is not None:
                 self._parameters[own] = parameter
         self._order = {name: index for index, name in enumerate(self._parameters)}
         self._converted = True
@@ -134,7 +143,7 @@ class ZeroWeights:
         with torch.no_grad(), gathered(needed):
             # ZeRO-3 drops its reference to the full tensors at the end; these keep them alive.
             full = {name: dequantized(self._parameters[name]) for name in names}
-            full |= {name: merged(full[name], layer) for name, layer in layers.items()}
+            full |= {name: merged_weight(full[name], layer) for name, layer in layers.items()}
             tensors = self._to_checkpoint(full)
         return [(name, tensors[name]) for name in wanted]
 

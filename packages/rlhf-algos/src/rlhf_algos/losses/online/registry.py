@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core import ConfigError, Loss, config_from, did_you_mean
-from rlhf_core.interfaces.loss import LossFunction
+from rlhf_core import ConfigError, Loss, LossFunction, config_from, did_you_mean
 
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov

@@ -171,7 +171,7 @@ def open_sender(
     )
 
 
-def join(link: Link, rank: int, *, device: torch.device | str = "cpu") -> Receiver:
+def join_link(link: Link, rank: int, *, device: torch.device | str = "cpu") -> Receiver:
     """Join a link as receiver `rank` (0-based); blocks until the sender accepts or the deadline passes."""
     if not 0 <= rank < link.receivers:
         raise ConfigError(f"receiver rank {rank} is outside 0..{link.receivers - 1}")

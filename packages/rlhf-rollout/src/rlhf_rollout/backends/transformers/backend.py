@@ -26,7 +26,7 @@ from rlhf_core import (
     check_base,
     check_coverage,
     copy_into,
-    join,
+    join_link,
     receive_weights,
 )
 
@@ -99,7 +99,7 @@ class TransformersBackend:
         """See RolloutBackend."""
         # These two fill buffers on the accelerator; from the others, weights are copied there one by one.
         device = self._config.device if link.kind in ("nccl", "ipc") else "cpu"
-        receiver = await asyncio.to_thread(join, link, rank, device=device)
+        receiver = await asyncio.to_thread(join_link, link, rank, device=device)
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = receiver

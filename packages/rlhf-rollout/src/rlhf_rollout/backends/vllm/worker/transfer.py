@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import Link, Receiver, WeightManifest, WeightSyncError, join, receive_weights
-from rlhf_core.weight_sync.weight_copy import HeldWeights
+from rlhf_core import Link, Receiver, WeightCopy, WeightManifest, WeightSyncError, join_link, receive_weights
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -65,7 +64,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
     """The link's end in this worker, once connected."""
     _unfilled: dict[str, int] | None = None
     """Values that a full sync brings to layers with padding, which never reach their total."""
-    _held: HeldWeights | None = None
+    _held: WeightCopy | None = None
     """The last weights as they came, where the sender wants to send single values."""
 
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
@@ -78,7 +77,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             timeout_s=init_info.timeout_s,
         )
         rank = init_info.first_rank + self.parallel_config.rank
-        self.receiver = join(link, rank, device=self.device if link.kind in ("nccl", "ipc") else "cpu")
+        self.receiver = join_link(link, rank, device=self.device if link.kind in ("nccl", "ipc") else "cpu")
 
     def start_weight_update(self) -> None:
         """Does nothing: `receive_weights` opens the reload session itself, so that it can close it on failure."""
@@ -90,7 +89,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         manifest = WeightManifest.from_dict(vars(update_info))
         held, self._held = self._held, None  # after a failure nothing is held for certain
         if not manifest.partial:
-            held = (held or HeldWeights()) if manifest.keep_base else None
+            held = (held or WeightCopy()) if manifest.keep_base else None
         initialize_layerwise_reload(self.model)
         try:
             self._receive(manifest, self.receiver, held)
@@ -105,7 +104,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             _repack_head(self.model)
         self._held = held
 
-    def _receive(self, manifest: WeightManifest, receiver: Receiver, held: HeldWeights | None) -> None:
+    def _receive(self, manifest: WeightManifest, receiver: Receiver, held: WeightCopy | None) -> None:
         if held is None:
             receive_weights(manifest, receiver, self._load)
         elif not manifest.partial:
