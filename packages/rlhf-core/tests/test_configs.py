@@ -40,6 +40,8 @@ def test_log_probs_say_what_they_mean():
     assert not SamplingConfig(max_tokens=1, temperature=0.7).meaning.truncated
     for truncation in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
         assert SamplingConfig(max_tokens=1, **truncation).meaning.truncated
+    held_back = SamplingConfig(max_tokens=4, min_tokens=2).meaning
+    assert (held_back.min_tokens, held_back.truncated) == (2, True)
 
 
 @pytest.mark.parametrize(

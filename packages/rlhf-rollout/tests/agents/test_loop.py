@@ -169,6 +169,11 @@ def test_the_meaning_of_log_probs_is_kept():
     assert t.meaning == LogProbMeaning(temperature=0.5)
 
 
+def test_the_meaning_says_how_many_tokens_were_held_from_stopping_even_where_the_last_turn_had_less_room():
+    (t,) = play(Echo, sampling=SamplingConfig(max_tokens=4, min_tokens=2), max_tokens=7)
+    assert (t.metadata["ending"], t.meaning.min_tokens) == ("tokens", 2)
+
+
 # ------------------------------------------------------------ limits
 
 

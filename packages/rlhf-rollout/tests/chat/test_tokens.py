@@ -26,8 +26,8 @@ def test_a_prompt_is_the_rendered_template(tokenizer):
 
 @pytest.mark.parametrize(
     ("last", "closing"),
-    [("<|im_end|>", ""), ("4", "<|im_end|>")],
-    ids=["the model ended its turn", "the turn was cut off"],
+    [("<|im_end|>", ""), ("4", "<|im_end|>"), ("<", "<|im_end|>")],
+    ids=["the model ended its turn", "the turn was cut off", "the turn was cut off in what begins like its end"],
 )
 def test_a_continuation_closes_the_turn_and_adds_what_is_new(tokenizer, last, closing):
     (last_id,) = ids(tokenizer, last)
@@ -98,6 +98,19 @@ def test_a_template_whose_turns_end_with_another_token_than_the_end_of_text(toke
     whole = tokens.prompt([USER]) + answer
     whole += tokens.continuation([USER, ANSWER, MORE], [], turn=1, last_token_id=end)
     assert whole == tokens.prompt([USER, ANSWER, MORE])
+
+
+def test_an_end_of_turn_of_ordinary_tokens_is_left_out_only_where_it_was_said_whole(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}##\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokens, (mark,) = ChatTokens(tokenizer), ids(tokenizer, "#")
+    # The tokenizer has no token for all of `##`, so half of it is no end.
+    assert tokens.reply([MORE], last_token_id=mark) == ids(tokenizer, "##\nuser:Sure?##\nassistant:")
+    tokenizer.chat_template = tokenizer.chat_template.replace("##", "#")
+    found = ChatTokens(tokenizer).reply([MORE], last_token_id=mark)
+    assert found == ids(tokenizer, "\nuser:Sure?#\nassistant:")
 
 
 def test_a_template_without_an_assistants_content_cannot_be_continued(tokenizer):

@@ -367,6 +367,16 @@ def test_slices_add_up_to_the_sample_they_were_cut_from():
     assert joined(asyncio.run(slices(max_tokens=100))).finish_reason == "stop"
 
 
+def test_a_streamed_turn_says_how_many_of_its_tokens_were_held_from_stopping(serve):
+    gateway, _ = serve("a long answer", stream_tokens=4)
+    url = gateway.open_session("held")
+    with client(gateway, url) as agent:
+        held = {"min_tokens": 6}
+        list(agent.chat.completions.create(model="m", messages=[USER], stream=True, max_tokens=9, extra_body=held))
+    (trajectory,) = gateway.close_session("held")
+    assert trajectory.meaning.min_tokens == 6
+
+
 def test_text_pieces_end_at_whole_characters(tokenizer):
     ids = tokenizer("aü€b")["input_ids"]
     pieces = TextPieces(lambda tokens: tokenizer.decode(tokens))

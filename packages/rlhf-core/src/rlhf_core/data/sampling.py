@@ -12,17 +12,17 @@ class SamplingConfig:
     """Settings of one generation request.
 
     >>> SamplingConfig(max_tokens=16, temperature=0.7).meaning
-    LogProbMeaning(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0)
+    LogProbMeaning(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0)
     """
 
     max_tokens: int
     """Upper bound on sampled tokens per sample, the end-of-text token included."""
     min_tokens: int = 0
-    """No end-of-text or stop token is sampled before this many tokens."""
+    """The first `min_tokens` tokens of a sample are drawn with end-of-text and stop tokens forbidden."""
     temperature: float = 1.0
     """Logits are divided by it; 0 is greedy decoding."""
     top_p: float = 1.0
-    """Nucleus mass; 1 switches it off."""
+    """Nucleus mass, as a share of what min_p and top_k have left; 1 switches it off."""
     top_k: int = 0
     """Number of candidates kept; 0 switches it off."""
     min_p: float = 0.0
@@ -52,12 +52,21 @@ class SamplingConfig:
     def meaning(self) -> LogProbMeaning:
         """What the log-probs of samples drawn with these settings are conditioned on."""
         temperature = self.temperature if self.temperature > 0 else 1.0
-        return LogProbMeaning(temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return LogProbMeaning(
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            min_tokens=self.min_tokens,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbMeaning:
     """The distribution a log-prob belongs to: softmax(logits / temperature), then truncated and renormalised.
+
+    The cuts come in the order min_p, top_k, top_p, each of what the one before has left. `min_tokens` cuts too:
+    stop tokens are out for the first tokens of a sample, whose log-probs are larger by -log(1 - p(stop)) for it.
 
     Two log-probs of one token may be compared or subtracted only if their meanings are equal: a ratio between
     a truncated sampler and an untruncated trainer is biased even when the weights are the same.
@@ -68,8 +77,10 @@ class LogProbMeaning:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    min_tokens: int = 0
+    """Tokens at the start of each sampled turn that were drawn with end-of-text and stop tokens forbidden."""
 
     @property
     def truncated(self) -> bool:
-        """True if tokens outside a candidate set had probability zero."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        """True if some tokens had probability zero."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_tokens > 0

@@ -204,12 +204,12 @@ def truncated_log_probs(trainer: Trainer, request: GenerationRequest, sample: Sa
     logits = trainer.logits(request.prompt_token_ids + sample.token_ids)[len(request.prompt_token_ids) - 1 : -1]
     probs = (logits / sampling.temperature).softmax(dim=-1)
     ordered, order = probs.sort(dim=-1, descending=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
+    ordered = ordered.where(ordered >= sampling.min_p * ordered[:, :1], 0.0)
     if sampling.top_k:
-        keep[:, sampling.top_k :] = False
+        ordered[:, sampling.top_k :] = 0.0
+    ordered = ordered / ordered.sum(dim=-1, keepdim=True)
     # A token stays if the mass before it has not reached top_p: the smallest set that reaches it.
-    keep &= ordered.cumsum(dim=-1) - ordered < sampling.top_p
-    keep &= ordered >= sampling.min_p * ordered[:, :1]
+    keep = ordered.cumsum(dim=-1) - ordered < sampling.top_p
     kept = torch.zeros_like(probs).scatter(-1, order, ordered.where(keep, 0.0))
     targets = torch.tensor(sample.token_ids).unsqueeze(-1)
     return (kept / kept.sum(dim=-1, keepdim=True)).log().gather(-1, targets).squeeze(-1)

@@ -110,7 +110,27 @@ class SamplingChecks(RolloutGround):
         assert stopped.finish_reason == "stop"
         assert stopped.token_ids == free.token_ids[: texts.index(texts[end]) + 1]
 
-    @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 7}, {"min_p": 0.3}], ids=str)
+    def test_log_probs_under_min_tokens_are_those_without_stops(
+        self, backend: RolloutBackend, trainer: Trainer
+    ) -> None:
+        stops = tuple(range(0, self.vocab_size, 3))
+        sampling = SamplingConfig(max_tokens=6, min_tokens=6, temperature=0.9, stop_token_ids=stops)
+        request = self.request(n=2, sampling=sampling)
+        result = self.generate(backend, request)
+        assert result.meaning.min_tokens == 6
+        for sample in result.samples:
+            tokens = request.prompt_token_ids + sample.token_ids
+            logits = trainer.logits(tokens)[len(request.prompt_token_ids) - 1 : -1] / sampling.temperature
+            logits[:, sorted({EOS, *stops})] = -torch.inf
+            targets = torch.tensor(sample.token_ids).unsqueeze(-1)
+            expected = logits.log_softmax(dim=-1).gather(-1, targets).squeeze(-1)
+            assert torch.tensor(sample.log_probs).sub(expected).abs().max() < self.tolerance
+
+    @pytest.mark.parametrize(
+        "truncation",
+        [{"top_p": 0.6}, {"top_k": 7}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.5}, {"min_p": 0.2, "top_p": 0.6}],
+        ids=str,
+    )
     def test_truncated_sampling_renormalises_or_is_refused(
         self, backend: RolloutBackend, trainer: Trainer, truncation: dict[str, Any]
     ) -> None:

@@ -210,7 +210,7 @@ class RunConfig:
         if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.truncated:
             raise ConfigError(
                 "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
-                "knows no top_p, top_k or min_p; leave them out of rollout.sampling, or set "
+                "knows no top_p, top_k, min_p or min_tokens; leave them out of rollout.sampling, or set "
                 "rollout.overlap.off_policy_correction=false"
             )
 

@@ -50,8 +50,9 @@ class Episode:
         self.log_probs += sample.log_probs
         self.weight_versions += sample.weight_versions
         self.rewards += [0.0] * sample.length
+        if not self.turns:  # a later turn may have less room, and so less of `min_tokens`
+            self.meaning = meaning
         self.turns += 1
-        self.meaning = meaning
         self.finish_reason = sample.finish_reason
 
     def reward(self, amount: float) -> None:

@@ -86,9 +86,19 @@ class ChatTokens:
 
     def _unsaid(self, following: str, last_token_id: int | None) -> str:
         """What follows a turn, without the end of the turn if the model has said that itself."""
-        said = self.tokenizer.decode([last_token_id]) if last_token_id is not None else ""
         rest = following.lstrip()
-        return rest[len(said) :] if said.strip() and rest.startswith(said) else following
+        if last_token_id is None or self.tokenise(rest)[:1] != (last_token_id,):
+            return following
+        said = self.tokenizer.decode([last_token_id])
+        # An ordinary token may only be how the end of the turn begins.
+        whole = last_token_id in self._marks or said == self._turn_end.strip()
+        return rest[len(said) :] if whole and rest.startswith(said) else following
+
+    @cached_property
+    def _marks(self) -> frozenset[int]:
+        """Tokens that are marks by themselves and no part of a text: special ones, and others that were added."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(self.tokenizer.all_special_ids) | frozenset(added)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, generation: bool = False) -> str:
         try:

@@ -43,7 +43,9 @@ async def stream_chunks(
             (sample,) = part.samples
             yield answer.delta(0, pieces.add(sample.token_ids), sample, first=not parts)
             parts.append(part)
-        result = replace(parts[0], samples=(joined([part.samples[0] for part in parts]),))
+        # Each slice has its own share of `min_tokens`.
+        meaning = replace(parts[0].meaning, min_tokens=work.generation.sampling.min_tokens)
+        result = replace(parts[0], samples=(joined([part.samples[0] for part in parts]),), meaning=meaning)
     else:
         for index in range(work.generation.n if chat else 0):
             yield answer.delta(index, "", None, first=True)

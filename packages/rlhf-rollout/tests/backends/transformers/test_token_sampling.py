@@ -31,6 +31,10 @@ def kept(**fields) -> list[float]:
         ({"top_p": 0.01}, [1.0, 0.0, 0.0, 0.0]),
         ({"min_p": 0.4}, [0.6667, 0.3333, 0.0, 0.0]),
         ({"top_k": 3, "min_p": 0.4}, [0.6667, 0.3333, 0.0, 0.0]),
+        # top-p counts the mass of what top-k and min-p have left: 0.5 / 0.75 reaches 0.6, 0.5 does not.
+        ({"top_k": 2, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),
+        ({"top_k": 3, "top_p": 0.6}, [0.6667, 0.3333, 0.0, 0.0]),
+        ({"min_p": 0.4, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),
         ({"temperature": 0.5}, [round(p * p / sum(q * q for q in PROBS), 4) for p in PROBS]),
         ({"temperature": 0.0}, PROBS),
         ({"top_k": 100}, PROBS),
@@ -39,6 +43,23 @@ def kept(**fields) -> list[float]:
 )
 def test_candidate_sets(fields, expected):
     assert kept(**fields) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(20, 0.95), (5, 0.5), (100, 0.9), (1, 0.3)])
+def test_candidate_sets_are_those_of_transformers(top_k, top_p):
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
+    theirs = logits
+    for warper in (TemperatureLogitsWarper(0.6), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
+        theirs = warper(None, theirs)
+    ours = candidate_log_probs(logits, [sampling(temperature=0.6, top_k=top_k, top_p=top_p)] * 64)
+    torch.testing.assert_close(ours, theirs.log_softmax(dim=-1))
+
+
+def test_equal_tokens_at_the_edge_of_top_k_stay_together():
+    log_probs = candidate_log_probs(torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log(), [sampling(top_k=2)])
+    assert log_probs.exp()[0].tolist() == pytest.approx([0.4, 0.2, 0.2, 0.2])
 
 
 def test_rows_do_not_share_settings():

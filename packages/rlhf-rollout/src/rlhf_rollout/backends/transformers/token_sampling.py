@@ -33,7 +33,11 @@ def draw_tokens(
 def candidate_log_probs(
     logits: Float[Tensor, "rows vocab"], samplings: Sequence[SamplingConfig]
 ) -> Float[Tensor, "rows vocab"]:
-    """log softmax(logits / temperature), truncated by top-k, top-p and min-p and renormalised, in float32.
+    """log softmax(logits / temperature), cut to each row's candidates and renormalised, in float32.
+
+    The cuts are vLLM's and come in its order: min-p; top-k, where tokens as likely as the last one stay; then
+    top-p, the smallest set that has this share of the mass which the cuts before it have left (Holtzman et al.
+    2020). For top-k with top-p, Transformers does the same; it puts min-p last.
 
     Tokens outside a row's candidate set have -inf. Greedy rows (temperature 0) count as temperature 1.
     """
@@ -43,16 +47,17 @@ def candidate_log_probs(
     if not any(meaning.truncated for meaning in meanings):
         return log_probs
 
-    def column(values: list[float]) -> Tensor:
+    def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=logits.device).unsqueeze(-1)
 
     vocab = logits.shape[-1]
     ordered, order = log_probs.exp().sort(dim=-1, descending=True)
-    rank = torch.arange(vocab, device=logits.device)
-    keep = rank < column([m.top_k or vocab for m in meanings])
-    # The smallest set whose mass reaches top_p: a token stays if the mass before it falls short of it.
-    keep &= ordered.cumsum(dim=-1) - ordered < column([m.top_p for m in meanings])
-    keep &= ordered >= column([m.min_p for m in meanings]) * ordered[:, :1]
-    keep |= rank == 0
+    keep = ordered >= column([m.min_p for m in meanings]) * ordered[:, :1]
+    last = column([min(m.top_k or vocab, vocab) - 1 for m in meanings])
+    keep &= ordered >= ordered.gather(-1, last)
+    left = ordered.where(keep, 0.0)
+    # A token stays if the mass before it falls short of top_p.
+    keep &= left.cumsum(dim=-1) - left < column([m.top_p for m in meanings]) * left.sum(dim=-1, keepdim=True)
+    keep[:, 0] = True
     kept = torch.zeros_like(keep).scatter(-1, order, keep)
     return log_probs.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)

@@ -120,9 +120,9 @@ def generation_result(request: GenerationRequest, output: RequestOutput) -> Gene
     samples = tuple(_sample(completion) for completion in output.outputs)
     meaning = request.sampling.meaning
     if request.sampling.temperature == 0:
-        # Greedy decoding is the same n times, and vLLM truncates nothing for it.
+        # Greedy decoding is the same n times, and vLLM truncates nothing for it but stop tokens.
         samples = samples * request.n
-        meaning = LogProbMeaning()
+        meaning = LogProbMeaning(min_tokens=request.sampling.min_tokens)
     return GenerationResult(request_id=request.request_id, samples=samples, meaning=meaning)
 
 
