@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core import SamplingConfig
 from rlhf_rollout import ScoredGroup
 
-from rlhf_launch.samples.groups import GroupMaker
+from rlhf_launch.samples.groups import MakeGroups
 from rlhf_launch.samples.prompts import Prompt
 
 EXAMPLES = 5
@@ -93,7 +93,7 @@ class Evaluator:
     def __init__(
         self,
         sets: Mapping[str, HeldOut],
-        make_groups: Callable[[SamplingConfig], GroupMaker],
+        make_groups: MakeGroups,
         *,
         timeout_s: float,
     ) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_core import SamplingConfig
-
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.report import Reporter
 from rlhf_launch.online.state import RunState
 from rlhf_launch.online.trainer import Trainer
-from rlhf_launch.samples.groups import GroupMaker
+from rlhf_launch.samples.groups import MakeGroups
 from rlhf_launch.samples.producer import Producer
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
@@ -57,7 +55,7 @@ class OnlineRun:
     state: RunState
     prompts: PromptStream
     """What the producer draws from."""
-    make_groups: Callable[[SamplingConfig], GroupMaker]
+    make_groups: MakeGroups
     """Gives what makes scored groups beside the training stream, with other settings of sampling."""
 
 

@@ -20,7 +20,7 @@ from rlhf_launch.online.state import RunState
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.placement.plans import reward_plans, roles_of, rollout_plans, training_plans
 from rlhf_launch.placement.start import Workers, executor_of, start_workers
-from rlhf_launch.samples.groups import GroupMaker
+from rlhf_launch.samples.groups import GroupMaker, MakeGroups
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
@@ -125,12 +125,15 @@ def open_trainer(config: RunConfig, workers: Workers) -> Trainer:
     )
 
 
-def group_makers(
-    config: RunConfig, pool: RolloutPool, rewarder: Rewarder
-) -> Callable[[SamplingConfig], GroupMaker]:
+def group_makers(config: RunConfig, pool: RolloutPool, rewarder: Rewarder) -> MakeGroups:
     """What gives, for any settings of sampling, what makes scored groups: single responses or episodes."""
     sampler = _samplers(config, pool, rewarder.tokenizer)
-    return lambda sampling: GroupMaker(sampler(sampling), rewarder)
+
+    def make(sampling: SamplingConfig, *, greedy_scores: bool = False) -> GroupMaker:
+        likeliest = sampler(greedy(sampling)) if greedy_scores else None
+        return GroupMaker(sampler(sampling), rewarder, greedy=likeliest)
+
+    return make
 
 
 def _samplers(config: RunConfig, pool: RolloutPool, tokenizer: Any) -> Callable[[SamplingConfig], GroupSampler]:
@@ -140,12 +143,7 @@ def _samplers(config: RunConfig, pool: RolloutPool, tokenizer: Any) -> Callable[
     return lambda sampling: episode_sampler(pool, agent, sampling, tokenizer, max_tokens=longest, seed=seed)
 
 
-def open_producer(
-    config: RunConfig,
-    prompts: PromptStream,
-    make_groups: Callable[[SamplingConfig], GroupMaker],
-    pool: RolloutPool,
-) -> Producer:
+def open_producer(config: RunConfig, prompts: PromptStream, make_groups: MakeGroups, pool: RolloutPool) -> Producer:
     """The producer of a run, in the mode that `rollout.overlap` names."""
     rollout, per_step = config.rollout, config.train.prompts_per_step
     overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
@@ -165,7 +163,7 @@ def open_producer(
             )
         during = "pause" if overlap.pause_while_training else "run"
     return Producer(
-        make_groups(rollout.sampling),
+        make_groups(rollout.sampling, greedy_scores=config.recipe.needs_greedy_scores),
         prompts,
         Ledger(limits),
         pool,

@@ -6,10 +6,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from rlhf_core import Batch, CapabilityError, DeadlineExceeded, DroppedSample, Trajectory, collate
+from rlhf_core import (
+    Batch,
+    CapabilityError,
+    DeadlineExceeded,
+    DroppedSample,
+    SamplingConfig,
+    Trajectory,
+    collate,
+)
 from rlhf_rollout import ScoredGroup, gather_or_cancel, score_group
 
 from rlhf_launch.samples.prompts import Prompt
@@ -105,6 +114,14 @@ class GroupMaker:
                 "placement.timeout_s, or speed it up"
             ) from None
         return [found[index] for index in range(len(prompts))]
+
+
+class MakeGroups(Protocol):
+    """Gives what makes groups with some settings of sampling."""
+
+    def __call__(self, sampling: SamplingConfig, *, greedy_scores: bool = False) -> GroupMaker:
+        """Draw with these settings; with `greedy_scores`, also score the most likely response to each prompt."""
+        ...
 
 
 def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:

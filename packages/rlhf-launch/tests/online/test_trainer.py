@@ -1,0 +1,110 @@
+"""One step of training, with engines that only remember what they were given."""
+
+import pytest
+import torch
+from rlhf_algos import GRPO, PPO, make_recipe
+from rlhf_core import ModelOutputs, Score, StepReport, Trajectory
+from rlhf_launch.online.metrics import PhaseClock
+from rlhf_launch.online.trainer import Trainer, UpdatePlan
+from rlhf_rollout import ScoredGroup
+
+
+class Engine:
+    """A role over some ranks whose log-probs and values are all -0.5."""
+
+    def __init__(self, name, ranks=1):
+        self.name, self.ranks = name, ranks
+        self.scored, self.steps = [], []
+
+    def score(self, batch, outputs=("log_probs",)):
+        self.scored.append(batch)
+        return ModelOutputs(**{name: -0.5 * batch.response_mask.float() for name in outputs})
+
+    def step(self, batch, loss):
+        self.steps.append((batch, loss))
+        return StepReport(loss=1.0, grad_norm=2.0, learning_rate=3.0)
+
+    def memory(self):
+        return {"optimizer": 2**30}
+
+
+def group(name, *values, greedy=None, rewards=()):
+    trajectories = tuple(
+        Trajectory(
+            sample_id=f"{name}/{index}",
+            group_id=name,
+            token_ids=(5, 6, 7),
+            response_mask=(False, True, True),
+            rollout_log_probs=(0.0, -0.5, -0.5),
+            weight_versions=(-1, 2, 3),
+            rewards=rewards,
+        )
+        for index in range(len(values))
+    )
+    return ScoredGroup(trajectories=trajectories, scores=tuple(Score(value=v) for v in values), greedy_score=greedy)
+
+
+def trainer(recipe, *, ranks=1, **plan):
+    return Trainer(
+        policy=Engine("policy", ranks),
+        critic=Engine("critic", ranks) if recipe.needs_critic else None,
+        reference=Engine("reference") if recipe.needs_reference else None,
+        recipe=recipe,
+        kl=recipe.kl_controller(),
+        plan=UpdatePlan(**plan),
+    )
+
+
+def rows(steps):
+    return [sorted(batch.sample_ids) for batch, _ in steps]
+
+
+def test_every_sample_is_trained_on_once_per_epoch():
+    run = trainer(GRPO(), minibatches=2, epochs=3, seed=1)
+    run.step([group("a", 0.0, 1.0), group("b", 1.0, 0.0)], 0, PhaseClock())
+    assert len(run.policy.steps) == 6
+    for first in range(0, 6, 2):
+        passed = [name for names in rows(run.policy.steps[first : first + 2]) for name in names]
+        assert sorted(passed) == ["a/0", "a/1", "b/0", "b/1"]
+
+
+def test_the_metrics_of_a_step():
+    batch, metrics = trainer(GRPO()).step([group("a", 0.0, 1.0)], 4, PhaseClock())
+    assert metrics["reward"] == 0.5
+    assert metrics["staleness/max"] == 2  # its oldest token is of version 2
+    assert (metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]) == (1.0, 2.0, 3.0)
+    assert metrics["memory/policy/optimizer"] == 1.0
+    assert "reward_greedy" not in metrics
+    assert batch["advantages"].shape == (2, 3)
+
+
+def test_a_step_that_came_out_short_has_fewer_minibatches():
+    run = trainer(GRPO(), ranks=2, minibatches=4)
+    run.step([group("a", 0.0, 1.0, 0.0, 1.0)], 0, PhaseClock())
+    assert [len(names) for names in rows(run.policy.steps)] == [2, 2]
+    single = trainer(GRPO(), ranks=8, minibatches=4)
+    single.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert rows(single.policy.steps) == [["a/0", "a/1"]]  # fewer samples than ranks
+
+
+def test_the_critic_warms_up_alone():
+    run = trainer(PPO(), critic_warmup_steps=2)
+    for step in range(3):
+        run.step([group("a", 0.0, 1.0)], step, PhaseClock())
+    assert (len(run.critic.steps), len(run.policy.steps)) == (3, 1)
+
+
+@pytest.mark.parametrize("recipe", [GRPO(), PPO(), make_recipe("rloo", {}), make_recipe("remax", {})])
+def test_rewards_of_single_turns_reach_every_recipe(recipe):
+    groups = [group("a", 1.0, 0.5, greedy=0.5, rewards=(0.0, 0.25, 0.0)), group("b", 0.0, 1.0, greedy=0.0)]
+    run = trainer(recipe)
+    batch, _ = run.step(groups, 0, PhaseClock())
+    assert batch["rewards"][:, 1].tolist() == [0.25, 0.25, 0.0, 0.0]
+    assert torch.isfinite(batch["advantages"]).all()
+
+
+def test_remax_compares_with_the_greedy_score():
+    run = trainer(make_recipe("remax", {}))
+    batch, metrics = run.step([group("a", 1.0, greedy=0.25), group("b", 0.0, greedy=0.5)], 0, PhaseClock())
+    assert batch["advantages"][:, 1:].tolist() == [[0.75, 0.75], [-0.5, -0.5]]
+    assert metrics["reward_greedy"] == 0.375
