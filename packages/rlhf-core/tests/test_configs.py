@@ -39,9 +39,11 @@ def test_log_probs_say_what_they_mean():
     assert SamplingConfig(max_tokens=1, temperature=0.0).meaning.temperature == 1.0, "greedy: at temperature 1"
     assert not SamplingConfig(max_tokens=1, temperature=0.7).meaning.truncated
     for truncation in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
-        assert SamplingConfig(max_tokens=1, **truncation).meaning.truncated
+        cut = SamplingConfig(max_tokens=1, **truncation).meaning
+        assert cut.truncated
+        assert cut.restricted
     held_back = SamplingConfig(max_tokens=4, min_tokens=2).meaning
-    assert (held_back.min_tokens, held_back.truncated) == (2, True)
+    assert (held_back.min_tokens, held_back.truncated, held_back.restricted) == (2, False, True)
 
 
 @pytest.mark.parametrize(

@@ -82,5 +82,10 @@ class LogProbMeaning:
 
     @property
     def truncated(self) -> bool:
-        """True if some tokens had probability zero."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_tokens > 0
+        """True if tokens outside a candidate set (top_p, top_k, min_p) had probability zero."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def restricted(self) -> bool:
+        """True if some tokens had probability zero, which a trainer does not know: truncated, or with min_tokens."""
+        return self.truncated or self.min_tokens > 0

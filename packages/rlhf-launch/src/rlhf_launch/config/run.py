@@ -207,7 +207,7 @@ class RunConfig:
 
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
-        if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.truncated:
+        if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.restricted:
             raise ConfigError(
                 "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
                 "knows no top_p, top_k, min_p or min_tokens; leave them out of rollout.sampling, or set "

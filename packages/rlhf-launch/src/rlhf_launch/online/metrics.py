@@ -67,7 +67,7 @@ def sample_metrics(groups: Sequence[ScoredGroup], batch: Batch) -> dict[str, flo
     for name in sorted({name for score in scores for name in score.components}):
         parts = [score.components[name] for score in scores if name in score.components]
         metrics[f"reward/{name}"] = sum(parts) / len(parts)
-    if "old_log_probs" in batch and not any(t.meaning.truncated for t in trajectories):
+    if "old_log_probs" in batch and not any(t.meaning.restricted for t in trajectories):
         gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~batch.response_mask, 0)
         metrics["mismatch/log_prob_max"] = float(gap.max())
     return metrics
