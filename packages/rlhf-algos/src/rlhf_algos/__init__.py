@@ -3,6 +3,7 @@
 from rlhf_core import LoraConfig
 
 from rlhf_algos.advantages.estimator import Advantage, AdvantageConfig, AdvantageFunction
+from rlhf_algos.advantages.gigpo import GiGPOAdvantagesConfig, gigpo_advantages
 from rlhf_algos.advantages.groups import (
     AdvantageScale,
     GroupConfig,
@@ -20,6 +21,17 @@ from rlhf_algos.advantages.groups import (
     remax_advantages,
     rloo_advantages,
 )
+from rlhf_algos.advantages.multi_reward import GDPOAdvantagesConfig, gdpo_advantages
+from rlhf_algos.advantages.objectives import (
+    BestOfGroupAdvantagesConfig,
+    GPGAdvantagesConfig,
+    MaxRLAdvantagesConfig,
+    PassAtKAdvantagesConfig,
+    best_of_group_advantages,
+    gpg_advantages,
+    max_rl_advantages,
+    pass_at_k_advantages,
+)
 from rlhf_algos.advantages.registry import ADVANTAGES, make_advantage
 from rlhf_algos.advantages.returns import WhitenConfig, Whitening, discounted_returns, gae, spread_scores, whiten
 from rlhf_algos.advantages.reward_shaping import (
@@ -30,6 +42,7 @@ from rlhf_algos.advantages.reward_shaping import (
     shape_scores,
     token_kl,
 )
+from rlhf_algos.advantages.self_play import RoleBaselines
 from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
 from rlhf_algos.config.loader import dump_config, from_mapping, load_config, to_plain
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, LengthLimit, TokenRow, load_encoder
@@ -177,6 +190,7 @@ __all__ = [
     "AdvantageFunction",
     "AdvantageScale",
     "Aggregation",
+    "BestOfGroupAdvantagesConfig",
     "BradleyTerryConfig",
     "CISPOConfig",
     "CPOConfig",
@@ -198,9 +212,12 @@ __all__ = [
     "Example",
     "FDivergence",
     "FixedKL",
+    "GDPOAdvantagesConfig",
     "GMPOConfig",
+    "GPGAdvantagesConfig",
     "GRPOAdvantagesConfig",
     "GSPOConfig",
+    "GiGPOAdvantagesConfig",
     "GroupConfig",
     "GroupStatistics",
     "KLController",
@@ -215,6 +232,7 @@ __all__ = [
     "LengthLimit",
     "LoneAdvantage",
     "LoraConfig",
+    "MaxRLAdvantagesConfig",
     "Method",
     "MetricsWriter",
     "OPOAdvantagesConfig",
@@ -227,6 +245,7 @@ __all__ = [
     "PPOClipConfig",
     "PairLoss",
     "PairLossSettings",
+    "PassAtKAdvantagesConfig",
     "PolicyRecipe",
     "PolicyTermsConfig",
     "Prepare",
@@ -239,6 +258,7 @@ __all__ = [
     "ReinforceConfig",
     "RewardLoss",
     "RewardShaping",
+    "RoleBaselines",
     "Row",
     "RowScorer",
     "RunConfig",
@@ -259,6 +279,7 @@ __all__ = [
     "aggregate",
     "aot_partners",
     "balanced_weights",
+    "best_of_group_advantages",
     "bradley_terry",
     "check_aggregation",
     "check_model_path",
@@ -286,7 +307,10 @@ __all__ = [
     "from_mapping",
     "full_kl",
     "gae",
+    "gdpo_advantages",
+    "gigpo_advantages",
     "gmpo",
+    "gpg_advantages",
     "group_statistics",
     "group_sum",
     "grpo_advantages",
@@ -301,6 +325,7 @@ __all__ = [
     "make_advantage",
     "make_policy_loss",
     "make_recipe",
+    "max_rl_advantages",
     "mismatch_log_ratio",
     "mismatch_metrics",
     "mismatched_rows",
@@ -311,6 +336,7 @@ __all__ = [
     "orpo",
     "overlong_penalty",
     "pair_metrics",
+    "pass_at_k_advantages",
     "place_scores",
     "placed_rewards",
     "policy_log_ratios",

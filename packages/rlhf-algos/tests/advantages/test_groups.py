@@ -28,9 +28,11 @@ def test_grpo_by_hand():
     assert advantages("grpo", SCORES, IDS, scale="batch", eps=0).tolist() == pytest.approx(
         [x / float(SCORES.std()) for x in (-1, -1, 1, 1)]
     )
+    centred = advantages("grpo", SCORES, IDS, scale="advantages", eps=0, unbiased=False)
+    assert centred.tolist() == pytest.approx([-1, -1, 1, 1])  # the centred scores are -1, -1, 1, 1 themselves
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "advantages", "none"])
 def test_equal_scores_and_lone_rows_give_zero(scale):
     equal = advantages("grpo", [0.1, 0.1, 0.1], [0, 0, 0], scale=scale)
     assert equal.abs().max() < 1e-2

@@ -68,7 +68,7 @@ def test_unknown_names_and_options():
         make_advantage("rlo")
     with pytest.raises(ConfigError, match="did you mean 'scale'"):
         make_advantage("grpo", {"scal": "none"})
-    with pytest.raises(ConfigError, match="group, batch, none"):
+    with pytest.raises(ConfigError, match="group, batch, advantages, none"):
         make_advantage("grpo", {"scale": "std"})
     with pytest.raises(PluginError):
         make_advantage("no_such_module:f")

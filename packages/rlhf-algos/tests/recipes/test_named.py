@@ -11,6 +11,13 @@ from rlhf_core import Batch, ConfigError, ModelOutputs, PluginError
 MASK = torch.tensor([[False, True, True], [False, True, False], [False, True, True], [False, True, True]])
 
 
+NEEDED = {
+    "pass_at_k": {"advantage_options": {"k": 1}},
+    "gdpo": {"advantage_options": {"parts": {"right": 1.0, "short": 0.5}}},
+}
+"""Options without which a recipe cannot be made, or not for two samples per prompt."""
+
+
 def batch():
     generator = torch.Generator().manual_seed(0)
     log_probs = -torch.rand(4, 3, generator=generator)
@@ -24,6 +31,8 @@ def batch():
             "ref_log_probs": log_probs - 0.1,
             "values": torch.zeros(4, 3),
             "greedy_scores": torch.full((4,), 0.5),
+            "score/right": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+            "score/short": torch.tensor([0.3, 0.3, 0.1, 0.2]),
         },
     )
 
@@ -31,7 +40,7 @@ def batch():
 @pytest.mark.parametrize("name", sorted(NAMED_RECIPES))
 def test_every_recipe_raises_the_better_answers(name):
     """From scores to a gradient: the best response of a group becomes likelier, the worst less likely."""
-    recipe = make_recipe(name)
+    recipe = make_recipe(name, NEEDED.get(name))
     assert isinstance(recipe, Recipe)
     ready, metrics = recipe.prepare(
         batch(), torch.tensor([3.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 1, 1]), recipe.kl_coef
@@ -73,6 +82,9 @@ def test_options_replace_and_merge():
         ("ppo", {"advantage": "rloo"}, "unknown key"),
         ("grpo", {"kl_coef": "much"}, "kl_coef must be a number"),
         ("grpo", {"loss_options": {"clip_rang": 0.1}}, "did you mean 'clip_range'"),
+        ("gdpo", {}, "parts is empty"),
+        ("gdpo", NEEDED["gdpo"] | {"shaping": {"normalize": True}}, "penalties as parts"),
+        ("gdpo", NEEDED["gdpo"] | {"kl_coef": 0.1, "kl_in": "score"}, "kl_in: loss"),
         ("grpo", {"off_policy": [{"levl": "token"}]}, r"off_policy\[0\].levl"),
         ("grpo", {"shaping": {"clipp": (0, 1)}}, "did you mean 'shaping.clip'"),
     ],
@@ -120,11 +132,11 @@ def test_options_of_another_estimator_than_the_presets_do_not_linger():
 
 @pytest.mark.parametrize("name", sorted(NAMED_RECIPES))
 def test_recipes_say_how_many_samples_and_what_else_they_need(name):
-    recipe = make_recipe(name)
+    recipe = make_recipe(name, NEEDED.get(name))
     alone = {"ppo", "reinforce", "reinforce_pp", "remax"}
     assert recipe.min_samples_per_prompt == (1 if name in alone else 2)
     assert recipe.needs_greedy_scores == (name == "remax")
-    assert recipe.score_parts == ()
+    assert recipe.score_parts == (("right", "short") if name == "gdpo" else ())
 
 
 def test_one_sample_per_prompt_where_a_lone_response_keeps_its_score():

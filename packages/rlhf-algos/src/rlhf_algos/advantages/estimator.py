@@ -37,9 +37,11 @@ class AdvantageConfig:
         return ()
 
     @property
-    def reads_rewards(self) -> bool:
-        """True if the estimator itself reads the column `rewards` [rows, length] of rewards at certain tokens."""
-        return False
+    def by_steps(self) -> bool:
+        """True if the estimator judges each step of a response where parts of the score fell at certain tokens
+        (see `step_advantages`). False if it is called once: it reads the column `rewards` itself, or has no
+        use for it."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,10 @@ from torch import Tensor
 from rlhf_algos.advantages.estimator import AdvantageConfig
 from rlhf_algos.choices import check_choices
 
-AdvantageScale = Literal["group", "batch", "none"]
-"""What a centred score is divided by: the standard deviation of its group (GRPO), of the whole batch (TRL's
-`scale_rewards="batch"`, Lite PPO), or nothing (Dr. GRPO)."""
+AdvantageScale = Literal["group", "batch", "advantages", "none"]
+"""What a centred score is divided by: the standard deviation of its group's scores (GRPO), of all scores of
+the batch (TRL's `scale_rewards="batch"`, Lite PPO), of all centred scores of the batch (ScaleRL), or nothing
+(Dr. GRPO)."""
 
 LoneAdvantage = Literal["zero", "score"]
 """Advantage of a response without siblings: 0 (TRL) or its score, as if the baseline were 0 (verl)."""
@@ -97,12 +98,18 @@ def grpo_advantages(
     if config.scale == "group":
         # A lone response has no deviation of its own: its score stays as it is (times one, as in verl).
         divisor = torch.where(alone, 1.0, groups.std(unbiased=config.unbiased)) + config.eps
-    elif config.scale == "batch":
-        squares = (scores - scores.mean()).square().sum()
-        divisor = (squares / max(len(scores) - int(config.unbiased), 1)).sqrt() + config.eps
-    else:
+    elif config.scale == "none":
         divisor = torch.ones_like(scores)
+    else:
+        spread = scores if config.scale == "batch" else scores - groups.mean
+        divisor = standard_deviation(spread, unbiased=config.unbiased) + config.eps
     return torch.where(alone, config.lone(scores), scores - groups.mean) / divisor
+
+
+def standard_deviation(values: Float[Tensor, " rows"], *, unbiased: bool) -> Float[Tensor, ""]:
+    """Over all rows; 0 for a single one."""
+    squares = (values - values.mean()).square().sum()
+    return (squares / max(len(values) - int(unbiased), 1)).sqrt()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

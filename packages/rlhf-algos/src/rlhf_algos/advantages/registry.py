@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_core import ConfigError, config_from, did_you_mean
 
 from rlhf_algos.advantages.estimator import Advantage, AdvantageConfig, AdvantageFunction
+from rlhf_algos.advantages.gigpo import GiGPOAdvantagesConfig, gigpo_advantages
 from rlhf_algos.advantages.groups import (
     GRPOAdvantagesConfig,
     OPOAdvantagesConfig,
@@ -19,6 +20,17 @@ from rlhf_algos.advantages.groups import (
     remax_advantages,
     rloo_advantages,
 )
+from rlhf_algos.advantages.multi_reward import GDPOAdvantagesConfig, gdpo_advantages
+from rlhf_algos.advantages.objectives import (
+    BestOfGroupAdvantagesConfig,
+    GPGAdvantagesConfig,
+    MaxRLAdvantagesConfig,
+    PassAtKAdvantagesConfig,
+    best_of_group_advantages,
+    gpg_advantages,
+    max_rl_advantages,
+    pass_at_k_advantages,
+)
 from rlhf_algos.own_function import load_own_function, own_config
 
 ADVANTAGES: Mapping[str, tuple[AdvantageFunction, type[AdvantageConfig]]] = {
@@ -27,6 +39,12 @@ ADVANTAGES: Mapping[str, tuple[AdvantageFunction, type[AdvantageConfig]]] = {
     "opo": (opo_advantages, OPOAdvantagesConfig),
     "remax": (remax_advantages, ReMaxAdvantagesConfig),
     "reinforce": (reinforce_advantages, AdvantageConfig),
+    "gpg": (gpg_advantages, GPGAdvantagesConfig),
+    "max_rl": (max_rl_advantages, MaxRLAdvantagesConfig),
+    "pass_at_k": (pass_at_k_advantages, PassAtKAdvantagesConfig),
+    "best_of_group": (best_of_group_advantages, BestOfGroupAdvantagesConfig),
+    "gdpo": (gdpo_advantages, GDPOAdvantagesConfig),
+    "gigpo": (gigpo_advantages, GiGPOAdvantagesConfig),
 }
 """Name to function and config."""
 

@@ -48,6 +48,12 @@ class RewardShaping:
             )
 
     @property
+    def changes_scores(self) -> bool:
+        """True if scores are not left as they are."""
+        penalties = self.truncation_score is not None or bool(self.truncation_penalty)
+        return penalties or self.normalize or self.clip is not None or self.overlong_max_length is not None
+
+    @property
     def needs_truncated(self) -> bool:
         """True if the batch must have the column `truncated`."""
         return self.truncation_score is not None or bool(self.truncation_penalty) or self.mask_truncated

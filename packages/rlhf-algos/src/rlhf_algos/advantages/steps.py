@@ -44,11 +44,11 @@ def step_advantages(
 
     Step k has the advantage of the return from it on, among the rows of the group that have a step k: a step is
     judged by what came of it, not by what was earned before. Without the column `rewards` [rows, length], and in
-    groups that were rewarded in their last steps alone, that is one advantage per response. An estimator that reads
-    the column itself, or gives an advantage to each token, is called once.
+    groups that were rewarded in their last steps alone, that is one advantage per response. An estimator that is
+    not for steps (`AdvantageConfig.by_steps`), or gives an advantage to each token, is called once.
     """
     whole = advantage(scores, group_ids, batch)
-    if "rewards" not in batch or advantage.says("reads_rewards") or whole.dim() > 1:
+    if "rewards" not in batch or not advantage.says("by_steps") or whole.dim() > 1:
         return whole
     mask, rewards = batch.response_mask, placed_rewards(scores, batch)
     index = step_index(rewards, mask)

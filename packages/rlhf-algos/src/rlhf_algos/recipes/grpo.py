@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from rlhf_core import Batch, Loss, Mean, config_from, mean_of
+from rlhf_core import Batch, ConfigError, Loss, Mean, config_from, mean_of
 from torch import Tensor
 
 from rlhf_algos.advantages.estimator import Advantage
@@ -42,7 +42,13 @@ class GRPO(PolicyRecipe):
 
     def __post_init__(self) -> None:
         PolicyRecipe.__post_init__(self)
-        self.estimator()
+        in_score = bool(self.kl_coef) and self.kl_in == "score"
+        if self.score_parts and (in_score or self.shaping.changes_scores):
+            raise ConfigError(
+                f"recipe: the advantage {self.advantage!r} reads the parts of a score and not the score, which "
+                f"{'kl_in: score' if in_score else 'shaping'} changes; "
+                f"write {'kl_in: loss' if in_score else 'the penalties as parts'}"
+            )
         config_from(WhitenConfig, self.whiten_options, what="whiten_options")
 
     def estimator(self) -> Advantage:

@@ -32,6 +32,7 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
         },
     ),
     "gspo": (GRPO, {"loss": "gspo"}),
+    "luspo": (GRPO, {"loss": "gspo", "loss_options": {"aggregation": "seq_mean_token_sum"}}),
     "gmpo": (GRPO, {"loss": "gmpo"}),
     "cispo": (GRPO, {"loss": "cispo"}),
     "sapo": (GRPO, {"loss": "sapo"}),
@@ -52,6 +53,11 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
             "kl_estimator": "k2",
         },
     ),
+    "gpg": (GRPO, {"advantage": "gpg", "loss": "reinforce"}),
+    "max_rl": (GRPO, {"advantage": "max_rl"}),
+    "pass_at_k": (GRPO, {"advantage": "pass_at_k"}),
+    "gdpo": (GRPO, {"advantage": "gdpo"}),
+    "gigpo": (GRPO, {"advantage": "gigpo"}),
     "remax": (GRPO, {"advantage": "remax"}),
     "opo": (GRPO, {"advantage": "opo"}),
     "reinforce": (
@@ -60,7 +66,7 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
     ),
 }
 """Name to class and the fields that differ from the class's defaults. DAPO's dynamic sampling is the loop's part;
-its overlong penalty is a `RewardShaping` with the run's own lengths."""
+its overlong penalty is a `RewardShaping` with the run's own lengths. `gdpo` needs the parts of its score named."""
 
 
 def make_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
