@@ -31,7 +31,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from rlhf_algos import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.config.rollout import Overlap
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.loop import OnlineRun, run_steps
 from rlhf_launch.online.preflight import check_inputs
@@ -53,34 +53,40 @@ def share_of_digits(completions: list[str], **_: object) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def configuration(folder: Path, *, prompts: int, samples: int) -> RunConfig:
+def configuration(folder: Path, *, prompts: int, samples: int) -> OnlineConfig:
     """GRPO on random prompts. A few percent of the vocabulary end a response, so lengths fall off geometrically."""
     model = save_tiny_model(folder / "policy", hidden_size=256, layers=6)
     rows = [{"prompt": f"{number:04d} plus {number * 7 % 1000:04d} equals "} for number in range(512)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "model": {"policy": str(model)},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 32},
+        "model": {"path": str(model)},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "lengths": {"max_prompt_tokens": 32},
         "reward": {"function": "async_overlap:share_of_digits"},
         "rollout": {
             "samples_per_prompt": samples,
             "max_num_seqs": 256,
             "sampling": {"max_tokens": 384, "min_tokens": 8, "stop_token_ids": list(range(100, 106))},
         },
-        "train": {"prompts_per_step": prompts, "optimizer": {"learning_rate": 1e-5}},
+        "train": {"prompts_per_step": prompts, "steps": 1, "optimizer": {"learning_rate": 1e-5}},
         "placement": {"executor": "ray", "device": "cpu"},
-        "output_dir": str(folder / "run"),
-        "steps": 1,
+        "output": str(folder / "run"),
     }
-    return from_mapping(RunConfig, settings, source="benchmark")
+    return from_mapping(OnlineConfig, settings, source="benchmark")
 
 
-def measure(run: OnlineRun, config: RunConfig, mode: str, *, steps: int) -> dict[str, float]:
+def with_steps(config: OnlineConfig, steps: int) -> OnlineConfig:
+    """The same run with another number of steps."""
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def measure(run: OnlineRun, config: OnlineConfig, mode: str, *, steps: int) -> dict[str, float]:
     """Seconds per step and the means of what the steps report."""
     overlap = None if MODES[mode] is None else Overlap(**MODES[mode])
     version = run.sync.version or 0
     # As many further steps stand in for the run's continuation: without them there is less and less to overlap.
-    config = replace(config, rollout=replace(config.rollout, overlap=overlap), steps=version + steps + 99)
+    config = replace(config, rollout=replace(config.rollout, overlap=overlap))
+    config = with_steps(config, version + steps + 99)
     producer = open_producer(config, run.prompts, run.make_groups, run.pool)
     producer.ledger.step = producer.ledger.version = run.state.step = version
     schedule = replace(schedule_of(config), steps=version + FILL + steps)

@@ -130,25 +130,32 @@ def make_model(directory: Path, pairs: list[dict[str, Any]], shape: str, method:
 
 def run_ours(arguments: argparse.Namespace, work: Path, *, packing: bool) -> dict[str, Any]:
     """Train with rlhf-algos."""
-    from rlhf_algos import DataSource, LearningConfig, LengthLimit, OfflineConfig, RunConfig, train
+    from rlhf_algos import OfflineConfig, from_mapping, train
 
-    config = OfflineConfig(
-        method=arguments.methods[0],
-        model=str(work / "model"),
-        train=(DataSource(path=str(work / "rows.jsonl")),),
-        output=work / ("ours" if packing else "padded"),
-        reference_cache=work / ("references" if packing else "references-padded"),
-        limit=LengthLimit(max_length=arguments.length, long_prompts="drop"),
-        batch_size=arguments.batch,
-        max_steps=arguments.steps,
-        shuffle=False,
-        learning=LearningConfig(
-            learning_rate=LEARNING_RATE, schedule="constant", warmup_ratio=0.0, betas=(0.9, 0.999)
-        ),
-        # One micro-batch per step, as TRL, and as much at once when the reference is scored.
-        run=RunConfig(packing=packing, max_tokens_per_micro_batch=2 * arguments.batch * arguments.length),
-        tensorboard=False,
-    )
+    settings = {
+        "model": {"path": str(work / "model"), "dtype": "float32"},
+        "data": {"train": str(work / "rows.jsonl"), "shuffle": False},
+        "algorithm": {"name": arguments.methods[0]},
+        "lengths": {"max_length": arguments.length, "long_prompts": "drop"},
+        "train": {
+            "batch_size": arguments.batch,
+            "steps": arguments.steps,
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "schedule": "constant",
+                "warmup": 0.0,
+                "betas": [0.9, 0.999],
+            },
+            "packing": packing,
+            # One micro-batch per step, as TRL, and as much at once when the reference is scored.
+            "max_tokens_per_micro_batch": 2 * arguments.batch * arguments.length,
+        },
+        "placement": {"device": "cpu"},
+        "output": str(work / ("ours" if packing else "padded")),
+        "reference_cache": str(work / ("references" if packing else "references-padded")),
+        "tensorboard": False,
+    }
+    config = from_mapping(OfflineConfig, settings, source="benchmark")
     clock: list[float] = []
     losses: list[float] = []
     tokens: list[float] = []

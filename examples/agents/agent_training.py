@@ -33,7 +33,7 @@ from rlhf_rollout import (
 from torch import Tensor
 
 
-def turn_advantages(scores: Tensor, group_ids: Tensor, batch: Batch) -> Tensor:
+def turn_advantages(scores: Tensor, group_ids: Tensor, batch: Batch, config: object) -> Tensor:
     """An advantage estimator that knows turns: what a turn and those after it earned, against the group's mean.
 
     The baseline of a turn is the mean over the group's episodes that came as far. Use it as

@@ -20,17 +20,9 @@ def main() -> None:
         raise SystemExit(f"the example backend is not registered; found {names}")
     if find_spec("vllm"):
         raise SystemExit("this environment was meant to be without vLLM")
-    from rlhf_core import SamplingConfig
     from rlhf_core.testing.tiny import save_tiny_model
     from rlhf_launch.config.run import (
-        AlgorithmSection,
-        DataSection,
-        ModelSection,
-        PlacementSection,
-        RewardSection,
-        RolloutSection,
-        RunConfig,
-        TrainSection,
+        OnlineConfig,
     )
     from rlhf_launch.online.run import train
 
@@ -40,17 +32,17 @@ def main() -> None:
         prompts.write_text(
             "".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(8))
         )
-        config = RunConfig(
-            model=ModelSection(policy=save_tiny_model(folder / "model")),
-            data=DataSection(prompts=str(prompts)),
-            reward=RewardSection(function="own_backend:letters"),
-            algorithm=AlgorithmSection(name="grpo"),
-            rollout=RolloutSection(backend="plain", samples_per_prompt=4, sampling=SamplingConfig(max_tokens=8)),
-            train=TrainSection(engine="torch", prompts_per_step=4),
-            placement=PlacementSection(executor="local"),
-            output_dir=str(folder / "run"),
-            steps=2,
-        )
+        settings = {
+            "model": save_tiny_model(folder / "model"),
+            "data": {"train": str(prompts)},
+            "reward": {"function": "own_backend:letters"},
+            "algorithm": "grpo",
+            "rollout": {"backend": "plain", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
+            "train": {"engine": "torch", "prompts_per_step": 4, "steps": 2},
+            "placement": {"executor": "local"},
+            "output": str(folder / "run"),
+        }
+        config = from_mapping(OnlineConfig, settings, source="test")
         result = train(config)
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         if result.steps != 2 or [row["weight_version"] for row in rows] != [1, 2]:

@@ -44,7 +44,7 @@ def write(tmp_path, model, **changes):
     (tmp_path / "pairs.jsonl").write_text(
         "".join(json.dumps({"prompt": f"q{i} ", "chosen": "yes", "rejected": "no"}) + "\n" for i in range(8))
     )
-    settings = {"model": model, "train": [{"path": "pairs.jsonl"}], "output": "out", "reference_cache": "refs"}
+    settings = {"model": model, "data": {"train": "pairs.jsonl"}, "output": "out", "reference_cache": "refs"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | changes))
     return "run.yaml"
 
@@ -54,7 +54,7 @@ def test_every_method_is_a_command():
 
 
 def test_training_from_a_file_with_overrides(call, tmp_path, model):
-    code, out, _ = call("dpo", write(tmp_path, model), "batch_size=4", "learning.learning_rate=1e-4")
+    code, out, _ = call("dpo", write(tmp_path, model), "train.batch_size=4", "train.optimizer.learning_rate=1e-4")
     assert code == 0
     assert "2 steps" in out
     assert (tmp_path / "out" / "model" / "config.json").exists()
@@ -64,17 +64,17 @@ def test_training_from_a_file_with_overrides(call, tmp_path, model):
 def test_training_from_overrides_alone(call, tmp_path, model):
     write(tmp_path, model)
     code, _, _ = call(
-        "kto", f"model={model}", "train=[{path: pairs.jsonl}]", "output=out", "reference_cache=r", "max_steps=1"
+        "kto", f"model={model}", "data.train=pairs.jsonl", "output=out", "reference_cache=r", "train.steps=1"
     )
     assert code == 0
 
 
 def test_print_config_shows_every_default_and_can_be_read_again(call, tmp_path, model):
-    code, out, _ = call("dpo", write(tmp_path, model), "loss.beta=0.3", "--print-config")
+    code, out, _ = call("dpo", write(tmp_path, model), "algorithm.beta=0.3", "--print-config")
     assert code == 0
     printed = yaml.safe_load(out)
-    assert printed["loss"]["beta"] == 0.3
-    assert printed["learning"]["warmup_ratio"] == 0.03
+    assert printed["algorithm"]["beta"] == 0.3
+    assert printed["train"]["optimizer"]["warmup"] == 0.03
     assert not (tmp_path / "out").exists()
     (tmp_path / "again.yaml").write_text(out)
     assert yaml.safe_load(call("dpo", "again.yaml", "--print-config")[1]) == printed
@@ -83,19 +83,27 @@ def test_print_config_shows_every_default_and_can_be_read_again(call, tmp_path, 
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["learning.lerning_rate=1"], ["run.yaml", "'learning.lerning_rate'", "'learning.learning_rate'"]),
-        (["loss.betta=1"], ["'loss.betta'", "'loss.beta'"]),
-        (["batch_size=many"], ["batch_size must be a whole number", "'many'"]),
-        (["train=[{path: nowhere.jsonl}]"], ["'nowhere.jsonl' does not exist"]),
-        (["train=[{path: bad.jsonl}]"], ["bad.jsonl row 2", "not valid JSON"]),
-        (["train=[{path: columns.jsonl}]"], ["columns.jsonl row 1", "no column 'chosen'"]),
-        (["train=[{path: empty.jsonl}]"], ["empty.jsonl holds no rows"]),
-        (["limit.max_length=3"], ["pairs.jsonl row 1", "prompt has 3 tokens", "long_prompts: drop"]),
-        (["train=[{path: chat.jsonl}]", "tokenizer=plain"], ["no chat template"]),
-        (["model=./nowhere"], ["model './nowhere' does not exist"]),
-        (["reference=./nowhere"], ["reference './nowhere' does not exist"]),
-        (["tokenizer=./nowhere"], ["no tokenizer", "./nowhere"]),
-        (["chat_template=missing.jinja"], ["'missing.jinja' does not exist"]),
+        (["train.optimizer.lerning_rate=1"], ["run.yaml", "optimizer.lerning_rate'", "optimizer.learning_rate'"]),
+        (["algorithm.betta=1"], ["'algorithm.betta'", "'algorithm.beta'"]),
+        (["train.batch_size=many"], ["train.batch_size must be a whole number", "'many'"]),
+        (["data.train=nowhere.jsonl"], ["'nowhere.jsonl' does not exist"]),
+        (["data.train=bad.jsonl"], ["bad.jsonl row 2", "not valid JSON"]),
+        (["data.train=columns.jsonl"], ["columns.jsonl row 1", "no column 'chosen'"]),
+        (["data.train=empty.jsonl"], ["empty.jsonl holds no rows"]),
+        (["lengths.max_length=3"], ["pairs.jsonl row 1", "prompt has 3 tokens", "long_prompts: drop"]),
+        (["data.train=chat.jsonl", "model.tokenizer=plain"], ["no chat template"]),
+        (["model=./nowhere"], ["model.path './nowhere' does not exist"]),
+        (["model.reference=./nowhere"], ["model.reference './nowhere' does not exist"]),
+        (["model.tokenizer=./nowhere"], ["no tokenizer", "./nowhere"]),
+        (["model.chat_template=missing.jinja"], ["'missing.jinja' does not exist"]),
+        (["learning.learning_rate=1"], ["'learning' has another name now", "train.optimizer"]),
+        (["train=pairs.jsonl"], ["'train' has another name now", "data.train"]),
+        (["method=kto"], ["algorithm.name"]),
+        (["resume=true"], ["--resume"]),
+        (["train.ranks=2"], ["train.ranks=2", "rlhf offline dpo"]),
+        (["train.optimizer.learning_rate=.nan"], ["learning_rate must be a finite number"]),
+        (["train.optimizer.learning_rate=.inf"], ["learning_rate must be a finite number"]),
+        (["output=pairs.jsonl"], ["'pairs.jsonl' cannot be written"]),
         (["batch_size"], ["not of the form key=value"]),
     ],
 )
@@ -122,10 +130,12 @@ def test_a_method_of_ones_own(call, tmp_path, model):
         "from dataclasses import replace\nfrom rlhf_algos import METHODS\nHALF = replace(METHODS['sft'])\n"
     )
     data = '{"path": "pairs.jsonl", "columns": {"completion": "chosen"}}'
-    code, out, _ = call("train", write(tmp_path, model), "method=my_method:HALF", f"train=[{data}]", "max_steps=1")
+    code, out, _ = call(
+        "train", write(tmp_path, model), "algorithm.name=my_method:HALF", f"data.train=[{data}]", "train.steps=1"
+    )
     assert code == 0
     assert "sft_loss" in out
-    code, _, errors = call("train", "run.yaml", "method=my_method:METHODS")
+    code, _, errors = call("train", "run.yaml", "algorithm.name=my_method:METHODS")
     assert code == 2
     assert "write a rlhf_algos.Method" in " ".join(errors.split())
 

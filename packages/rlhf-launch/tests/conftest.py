@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rlhf_algos import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 
 REWARD_MODULES = Path(__file__).parent / "reward_modules"
 
@@ -39,20 +39,20 @@ def folder(tmp_path_factory):
 def settings(folder, tmp_path):
     """A small run in this process, as the mapping a YAML file would hold."""
     return {
-        "model": {"policy": str(folder / "policy")},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 4, "max_prompt_tokens": 16},
+        "model": {"path": str(folder / "policy")},
+        "data": {"train": str(folder / "prompts.jsonl"), "hold_out": 4},
+        "lengths": {"max_prompt_tokens": 16},
         "reward": {"function": "launch_rewards:share_of_alphanumerics"},
         "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
-        "train": {"engine": "torch", "prompts_per_step": 4, "optimizer": {"learning_rate": 1e-3}},
+        "train": {"engine": "torch", "prompts_per_step": 4, "steps": 3, "optimizer": {"learning_rate": 1e-3}},
         "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},
-        "output_dir": str(tmp_path / "run"),
-        "steps": 3,
+        "output": str(tmp_path / "run"),
     }
 
 
 @pytest.fixture
 def make_config():
-    """Settings to a RunConfig, with dotted changes on top."""
+    """Settings to an OnlineConfig, with dotted changes on top."""
 
     def make(settings, **changes):
         settings = json.loads(json.dumps(settings))
@@ -62,6 +62,6 @@ def make_config():
             for part in path:
                 inner = inner.setdefault(part, {})
             inner[last] = value
-        return from_mapping(RunConfig, settings, source="test")
+        return from_mapping(OnlineConfig, settings, source="test")
 
     return make

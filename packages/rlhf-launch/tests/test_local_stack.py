@@ -15,7 +15,8 @@ def test_deepspeed_and_vllm_share_a_process(settings, folder, tmp_path):
     settings["reward"]["model"] = str(folder / "reward")  # scores while the policy is trained
     settings["rollout"] |= {"backend": "vllm", "overlap": {"max_staleness": 1}}
     settings["train"] |= {"engine": "deepspeed"}
-    settings |= {"steps": 4, "checkpoint_in_background": True, "checkpoint_every": 2, "tensorboard": False}
+    settings["train"] = {**settings["train"], "steps": 4}
+    settings |= {"checkpoint": {"every": 2, "in_background": True}, "tensorboard": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     program = "from rlhf_launch.cli.main import main; main()"
     done = subprocess.run(

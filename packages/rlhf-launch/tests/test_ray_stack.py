@@ -14,7 +14,7 @@ import torch
 from rlhf_algos import from_mapping
 from rlhf_core import ResourceError, SamplingConfig, collate
 from rlhf_launch.config.rollout import Overlap
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.loop import restore, run_steps
 from rlhf_launch.online.metrics import PhaseClock
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.stack
 
 def settings(folder, output_dir):
     return {
-        "model": {"policy": str(folder / "policy")},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "model": {"path": str(folder / "policy")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "lengths": {"max_prompt_tokens": 16, "max_length": 64},
         "reward": {"model": str(folder / "reward"), "function": "launch_rewards:share_of_alphanumerics"},
-        "algorithm": {"name": "ppo", "ppo": {"kl_coef": 0.05}},
+        "algorithm": {"name": "ppo", "kl_coef": 0.05},
         "rollout": {
             "samples_per_prompt": 2,
             "sampling": {"max_tokens": 12},
             "max_num_seqs": 32,
-            "max_model_len": 64,
         },
         "train": {
             "ranks": 2,
@@ -46,13 +46,16 @@ def settings(folder, output_dir):
             "optimizer": {"learning_rate": 1e-3},
             "critic_optimizer": {"learning_rate": 1e-3},
             "average_decay": 0.9,
+            "steps": 3,
         },
         "placement": {"executor": "ray", "device": "cpu"},
-        "output_dir": str(output_dir),
-        "steps": 3,
-        "checkpoint_every": 2,
-        "checkpoint_in_background": True,
+        "output": str(output_dir),
+        "checkpoint": {"every": 2, "in_background": True},
     }
+
+
+def with_steps(config, steps):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
 
 
 def metric_rows(run):
@@ -63,17 +66,17 @@ def metric_rows(run):
 
 @pytest.fixture(scope="module")
 def config(folder, tmp_path_factory):
-    return from_mapping(RunConfig, settings(folder, tmp_path_factory.mktemp("stack")), source="test")
+    return from_mapping(OnlineConfig, settings(folder, tmp_path_factory.mktemp("stack")), source="test")
 
 
 @pytest.fixture(scope="module")
 def run(config):
-    output_dir = Path(config.output_dir)
+    output_dir = config.output
     inputs = check_inputs(config)
     assert (inputs.backends.engine, inputs.backends.backend) == ("deepspeed", "vllm")
     store = CheckpointStore(output_dir / "checkpoints")
     with (
-        Reporter(output_dir, steps=config.steps, tensorboard=False) as reporter,
+        Reporter(output_dir, steps=config.train.steps, tensorboard=False) as reporter,
         open_run(config, inputs, store, reporter) as run,
     ):
         yield run
@@ -203,7 +206,7 @@ def overlapping(run, config, tmp_path, *, steps, **overlap):
         sampling=dataclasses.replace(config.rollout.sampling, max_tokens=40),
         overlap=Overlap(**overlap),
     )
-    config = dataclasses.replace(config, rollout=rollout, steps=version + steps)
+    config = with_steps(dataclasses.replace(config, rollout=rollout), version + steps)
     producer = open_producer(config, run.prompts, run.make_groups, run.pool)
     producer.ledger.step = producer.ledger.version = version
     trainer = dataclasses.replace(run.trainer, recipe=config.recipe)
@@ -290,7 +293,7 @@ def test_a_generator_killed_during_training_is_replaced_by_the_sync(run, config,
 def test_more_workers_than_the_cluster_has_are_refused(run, folder, tmp_path):
     wanted = settings(folder, tmp_path / "large")
     wanted["train"] |= {"ranks": 500, "prompts_per_step": 1000}
-    config = from_mapping(RunConfig, wanted, source="test")
+    config = from_mapping(OnlineConfig, wanted, source="test")
     store = CheckpointStore(tmp_path / "checkpoints")
     with (
         Reporter(tmp_path, steps=1, tensorboard=False) as reporter,

@@ -44,16 +44,29 @@ from rlhf_algos.advantages.reward_shaping import (
 )
 from rlhf_algos.advantages.self_play import RoleBaselines
 from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
+from rlhf_algos.config.devices import choose_device, choose_dtype
 from rlhf_algos.config.loader import dump_config, from_mapping, load_config, to_plain
-from rlhf_algos.data.encoding import Encoder, EncodingOptions, LengthLimit, TokenRow, load_encoder
+from rlhf_algos.config.sections import (
+    LORA_RATE_FACTOR,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    OptimizerSection,
+    PlacementSection,
+    TrainSection,
+)
+from rlhf_algos.data.conversations import check_messages, in_our_form, with_system_prompt
+from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder, load_tokenizer
 from rlhf_algos.data.examples import Encode, EncodingReport, Example, collate_examples, encode_rows
+from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.readers import (
     preference_examples,
     step_examples,
     supervised_examples,
     unpaired_examples,
 )
-from rlhf_algos.data.sources import DataSource, Row, read_rows
+from rlhf_algos.data.sources import DataSource, Row, mixing_weights, read_rows
 from rlhf_algos.kl import (
     AdaptiveKL,
     FixedKL,
@@ -158,15 +171,15 @@ from rlhf_algos.off_policy import (
     mismatch_metrics,
 )
 from rlhf_algos.offline.config import (
-    CheckpointConfig,
-    EvalConfig,
-    LearningConfig,
+    OfflineAlgorithmSection,
     OfflineConfig,
-    RunConfig,
+    OfflineEvaluationSection,
+    OfflineTrainSection,
 )
 from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.loop import OfflineEvent, TrainResult, evaluate, train
 from rlhf_algos.offline.methods import METHODS, Method, Prepare, RowScorer, find_method
+from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.progress import ProgressBar
 from rlhf_algos.offline.teacher import DistillConfig, distill
 from rlhf_algos.recipes.grpo import GRPO
@@ -179,6 +192,7 @@ from rlhf_algos.torch_engine.model import TorchOptions, check_model_path
 __all__ = [
     "ADVANTAGES",
     "GRPO",
+    "LORA_RATE_FACTOR",
     "METHODS",
     "NAMED_RECIPES",
     "PAIR_LOSSES",
@@ -195,10 +209,11 @@ __all__ = [
     "CISPOConfig",
     "CPOConfig",
     "CPOLoss",
-    "CheckpointConfig",
+    "CheckpointSection",
     "ClipCovConfig",
     "CorrectionMode",
     "DPOConfig",
+    "DataSection",
     "DataSource",
     "DistillConfig",
     "Divergence",
@@ -208,7 +223,7 @@ __all__ = [
     "EncodingOptions",
     "EncodingReport",
     "EngineFactory",
-    "EvalConfig",
+    "EvaluationSection",
     "Example",
     "FDivergence",
     "FixedKL",
@@ -228,24 +243,29 @@ __all__ = [
     "KTOConfig",
     "KTOLoss",
     "LabelSoftmax",
-    "LearningConfig",
-    "LengthLimit",
+    "LengthSection",
     "LoneAdvantage",
     "LoraConfig",
     "MaxRLAdvantagesConfig",
     "Method",
     "MetricsWriter",
+    "ModelSection",
     "OPOAdvantagesConfig",
     "ORPOConfig",
     "OffPolicyCorrection",
+    "OfflineAlgorithmSection",
     "OfflineConfig",
+    "OfflineEvaluationSection",
     "OfflineEvent",
+    "OfflineTrainSection",
     "OnPolicyDistillationConfig",
+    "OptimizerSection",
     "OtherTokens",
     "PPOClipConfig",
     "PairLoss",
     "PairLossSettings",
     "PassAtKAdvantagesConfig",
+    "PlacementSection",
     "PolicyRecipe",
     "PolicyTermsConfig",
     "Prepare",
@@ -261,7 +281,6 @@ __all__ = [
     "RoleBaselines",
     "Row",
     "RowScorer",
-    "RunConfig",
     "SAPOConfig",
     "SFTConfig",
     "SFTLoss",
@@ -272,6 +291,7 @@ __all__ = [
     "TorchEngine",
     "TorchOptions",
     "TrainResult",
+    "TrainSection",
     "ValueClipConfig",
     "WhitenConfig",
     "Whitening",
@@ -282,7 +302,10 @@ __all__ = [
     "best_of_group_advantages",
     "bradley_terry",
     "check_aggregation",
+    "check_messages",
     "check_model_path",
+    "choose_device",
+    "choose_dtype",
     "chosen_nll",
     "chunked_divergence",
     "cispo",
@@ -300,6 +323,7 @@ __all__ = [
     "dump_config",
     "effective_sample_size",
     "encode_rows",
+    "epoch_order",
     "evaluate",
     "f_score",
     "find_method",
@@ -315,12 +339,14 @@ __all__ = [
     "group_sum",
     "grpo_advantages",
     "gspo",
+    "in_our_form",
     "kl_baseline",
     "kl_cov",
     "kl_estimate",
     "kto",
     "load_config",
     "load_encoder",
+    "load_tokenizer",
     "log_odds",
     "make_advantage",
     "make_policy_loss",
@@ -330,6 +356,7 @@ __all__ = [
     "mismatch_metrics",
     "mismatched_rows",
     "mix_pretraining",
+    "mixing_weights",
     "on_policy_distillation",
     "opo_advantages",
     "opposite_baselines",
@@ -379,4 +406,5 @@ __all__ = [
     "whiten",
     "with_kl_baseline",
     "with_sft_divisor",
+    "with_system_prompt",
 ]

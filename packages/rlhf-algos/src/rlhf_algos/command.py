@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 _SUMMARIES = {
-    "train": "The method that the configuration names (method: ...), also your own at module:attribute.",
+    "train": "The method that the configuration names (algorithm.name: ...), also your own at module:attribute.",
     "dpo": "Direct preference optimisation and its relatives, from pairs (prompt, chosen, rejected).",
     "kto": "KTO, from single answers marked good or bad (prompt, completion, label), or from pairs.",
     "simpo": "SimPO: preference pairs without a reference model.",
@@ -29,7 +29,7 @@ _SUMMARIES = {
     "sft": "Supervised fine-tuning on conversations, prompt and completion, or text.",
     "rm": "A reward model from preference pairs.",
     "prm": "A process reward model from answers with labelled steps.",
-    "distill": "Distillation from a teacher model (loss.teacher).",
+    "distill": "Distillation from a teacher model (algorithm.teacher).",
 }
 
 
@@ -37,8 +37,10 @@ def _command(method: str) -> Callable[..., None]:
     def run(
         config: Annotated[Path | None, typer.Argument(help="YAML file; leave out to use overrides alone.")] = None,
         overrides: Annotated[
-            list[str] | None, typer.Argument(help="key=value, for instance learning.learning_rate=1e-6")
+            list[str] | None,
+            typer.Argument(help="dotted.key=value, for instance train.optimizer.learning_rate=1e-6"),
         ] = None,
+        resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
         print_config: Annotated[
             bool, typer.Option("--print-config", help="Print the full configuration and stop.")
         ] = False,
@@ -50,7 +52,7 @@ def _command(method: str) -> Callable[..., None]:
         if config is not None and "=" in str(config) and not config.exists():
             extra.insert(0, str(config))
             config = None
-        chosen = [] if method == "train" else [f"method={method}"]
+        chosen = [] if method == "train" else [f"algorithm.name={method}"]
         settings = load_config(OfflineConfig, config, [*extra, *chosen])
         if print_config:
             sys.stdout.write(dump_config(settings))
@@ -62,7 +64,7 @@ def _command(method: str) -> Callable[..., None]:
 
         transformers.utils.logging.disable_progress_bar()
         with ProgressBar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:
-            result = train(settings, on_event=bar.on_event)
+            result = train(settings, resume=resume, on_event=bar.on_event)
         if not bar.quiet:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
             typer.echo(f"{result.steps} steps; {numbers}")

@@ -115,7 +115,7 @@ def test_defaults_and_overrides_need_no_file():
         ("{name: a, optimizer: 3}", (), ["optimizer must be a group of keys"]),
         ("{name: a, sources: [{path: p}, {weight: 1}]}", (), ["missing sources[1].path"]),
         ("{name: a, betas: [1, x]}", (), ["betas[1] must be a list of a number, a number", "'x'"]),
-        ("{name: a, optimizer: {learning_rate: -1}}", (), ["run.yaml: optimizer:", "must not be negative"]),
+        ("{name: a, optimizer: {learning_rate: -1}}", (), ["run.yaml: optimizer:", "at least 0"]),
         ("{name: a, name: b}", (), ["'name' is given twice", "line 1"]),
         ("name: [a", (), ["run.yaml", "not valid YAML"]),
         ("[1, 2]", (), ["must be a mapping", "list"]),

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from rlhf_algos.data.encoding import Encoder, EncodingOptions, LengthLimit
+from rlhf_algos.data.encoding import Encoder, EncodingOptions
 from rlhf_algos.data.examples import collate_examples, encode_rows, fit
+from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.readers import (
     preference_examples,
     split_pair,
@@ -190,8 +191,8 @@ class TestOpenRLHFKeys:
         theirs = unpaired_examples(row(output=user("a") + assistant("b"), label=1), encoder)
         assert theirs == unpaired_examples(row(prompt=user("a"), completion=assistant("b"), label=1), encoder)
 
-    def test_text_becomes_messages_under_apply_chat_template(self, encoder):
-        wrapping = Encoder(byte_tokenizer(), EncodingOptions(apply_chat_template=True))
+    def test_text_becomes_messages_with_chat(self, encoder):
+        wrapping = Encoder(byte_tokenizer(), EncodingOptions(chat=True))
         for encode, text, chat in (
             (
                 supervised_examples,
@@ -231,7 +232,7 @@ class TestPlaceholders:
 
     def test_cutting_drops_the_candidates_of_steps_that_are_gone(self, encoder):
         (example,) = step_examples(row(input="a#bcd#", label=[1, 0]), encoder)
-        cut = fit(example, LengthLimit(max_length=4))
+        cut = fit(example, LengthSection(max_length=4))
         batch = collate_examples([cut], pad_token_id=0)
         assert batch.response_mask.sum() == 1
         assert batch["candidate_ids"].shape == (1, 4, 2)
@@ -251,29 +252,29 @@ class TestLimits:
         return preference_examples(row(prompt="12345", chosen="abcdef", rejected="x"), encoder)[0]
 
     def test_what_fits_is_left_alone(self, example):
-        assert fit(example, LengthLimit(max_length=12)) is example
+        assert fit(example, LengthSection(max_length=12)) is example
 
     def test_ends_are_cut(self, example, encoder):
-        cut = fit(example, LengthLimit(max_length=8))
+        cut = fit(example, LengthSection(max_length=8))
         assert [counted(encoder, tokens) for tokens in cut.rows] == ["abc", "x<|im_end|>"]
 
     def test_or_dropped_or_refused(self, example):
-        assert fit(example, LengthLimit(max_length=8, long_rows="drop")) is None
-        with pytest.raises(DataError, match=r"row 7: 12 tokens are more than max_length 8"):
-            fit(example, LengthLimit(max_length=8, long_rows="error"))
+        assert fit(example, LengthSection(max_length=8, long_rows="drop")) is None
+        with pytest.raises(DataError, match=r"row 7: 12 tokens are more than lengths.max_length=8"):
+            fit(example, LengthSection(max_length=8, long_rows="error"))
 
     def test_prompts_without_room_for_an_answer(self, example, encoder):
         with pytest.raises(DataError, match=r"row 7: the prompt has 5 tokens"):
-            fit(example, LengthLimit(max_length=5))
-        assert fit(example, LengthLimit(max_length=5, long_prompts="drop")) is None
-        kept = fit(example, LengthLimit(max_length=5, long_prompts="keep_end"))
+            fit(example, LengthSection(max_length=5))
+        assert fit(example, LengthSection(max_length=5, long_prompts="drop")) is None
+        kept = fit(example, LengthSection(max_length=5, long_prompts="keep_end"))
         assert [whole(encoder, tokens) for tokens in kept.rows] == ["cdef<|im_end|>", "345x<|im_end|>"]
         assert not any(tokens.response_mask[0] for tokens in kept.rows)
 
     def test_the_report_counts(self, encoder):
         rows = [row(prompt="12", completion=text) for text in ("a", "abcdefgh")]
         rows.append(row(prompt="1234567890", completion="x"))
-        limit = LengthLimit(max_length=6, long_prompts="drop")
+        limit = LengthSection(max_length=6, long_prompts="drop")
         examples, report = encode_rows(rows, supervised_examples, encoder, limit)
         assert len(examples) == 2
         assert (report.rows, report.examples, report.truncated, report.dropped) == (3, 2, 1, 1)
@@ -285,7 +286,7 @@ class TestLimits:
                 [row(prompt="1234567890", completion="x")],
                 supervised_examples,
                 encoder,
-                LengthLimit(max_length=4, long_prompts="drop"),
+                LengthSection(max_length=4, long_prompts="drop"),
             )
 
 

@@ -100,16 +100,6 @@ def test_sources_are_validated():
         DataSource(path="x", limit=0)
 
 
-def test_keys_are_another_way_to_name_columns(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": "1", "more": 3}])
-    source = DataSource(path=path, input_key="question", output_key="answer")
-    assert source == DataSource(path=path, columns={"input": "question", "output": "answer"})
-    (row,) = read_rows(source)
-    assert dict(row.values) == {"input": "a", "output": "1", "more": 3}
-    with pytest.raises(ConfigError, match="keep one"):
-        DataSource(path=path, input_key="question", columns={"input": "answer"})
-
-
 def test_only_the_named_columns_are_read(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"text": "x", "prompt": "a", "completion": "b"}])
     (row,) = read_rows(DataSource(path=path, only=("prompt", "completion")))

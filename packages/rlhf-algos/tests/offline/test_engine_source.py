@@ -4,12 +4,21 @@ import json
 from dataclasses import replace
 
 import pytest
-from rlhf_algos.data.sources import DataSource
-from rlhf_algos.metrics import read_metrics
-from rlhf_algos.offline.config import CheckpointConfig, LearningConfig, OfflineConfig
-from rlhf_algos.offline.engine_source import EngineFactory
-from rlhf_algos.offline.loop import train
-from rlhf_algos.torch_engine.engine import TorchEngine
+from rlhf_algos import (
+    CheckpointSection,
+    DataSection,
+    DataSource,
+    EngineFactory,
+    ModelSection,
+    OfflineAlgorithmSection,
+    OfflineConfig,
+    OfflineEvaluationSection,
+    OfflineTrainSection,
+    OptimizerSection,
+    TorchEngine,
+    read_metrics,
+    train,
+)
 from rlhf_core import ConfigError
 from rlhf_core.testing.tiny import save_tiny_model
 
@@ -55,15 +64,14 @@ def model(tmp_path_factory):
 def config(tmp_path, model):
     rows = [{"prompt": f"{i}: ", "chosen": "yes" * (1 + i % 3), "rejected": "no"} for i in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = (DataSource(path=str(tmp_path / "pairs.jsonl")),)
     return OfflineConfig(
-        method="dpo",
-        model=model,
-        train=(DataSource(path=str(tmp_path / "pairs.jsonl")),),
-        eval=(DataSource(path=str(tmp_path / "pairs.jsonl")),),
+        model=ModelSection(path=model),
+        data=DataSection(train=pairs),
+        evaluation=OfflineEvaluationSection(data=pairs),
         output=tmp_path / "out",
         reference_cache=tmp_path / "references",
-        batch_size=4,
-        learning=LearningConfig(learning_rate=3e-3),
+        train=OfflineTrainSection(batch_size=4, optimizer=OptimizerSection(learning_rate=3e-3, schedule="cosine")),
         tensorboard=False,
     )
 
@@ -74,7 +82,7 @@ def losses(config):
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "rm"])
 def test_any_train_engine_gives_the_same_run(config, tmp_path, method):
-    config = replace(config, method=method, loss={})
+    config = replace(config, algorithm=OfflineAlgorithmSection(name=method))
     train(config)
     elsewhere = replace(config, output=tmp_path / "elsewhere", reference_cache=tmp_path / "other-references")
     SeamOnly.opened = ()
@@ -88,7 +96,7 @@ def test_any_train_engine_gives_the_same_run(config, tmp_path, method):
 def test_it_resumes_bit_for_bit(config, tmp_path):
     engines = EngineFactory(open=SeamOnly)
     train(config, engines=engines)
-    stopped = replace(config, output=tmp_path / "stopped", checkpoint=CheckpointConfig(every=1))
+    stopped = replace(config, output=tmp_path / "stopped", checkpoint=CheckpointSection(every=1))
 
     class Killed(Exception):
         pass
@@ -99,7 +107,7 @@ def test_it_resumes_bit_for_bit(config, tmp_path):
 
     with pytest.raises(Killed):
         train(stopped, engines=engines, on_event=kill)
-    train(replace(stopped, resume=True), engines=engines)
+    train(stopped, resume=True, engines=engines)
     assert losses(stopped) == losses(config)
 
 

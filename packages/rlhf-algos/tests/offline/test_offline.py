@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import rlhf_algos.offline.run_data
 import torch
-from rlhf_algos.data.encoding import LengthLimit
-from rlhf_algos.data.sources import DataSource
-from rlhf_algos.metrics import read_metrics
-from rlhf_algos.offline.config import (
-    CheckpointConfig,
-    EvalConfig,
-    LearningConfig,
+from rlhf_algos import (
+    METHODS,
+    DataSection,
+    DataSource,
+    LengthSection,
+    ModelSection,
+    OfflineAlgorithmSection,
     OfflineConfig,
-    RunConfig,
+    OfflineTrainSection,
+    read_metrics,
+    train,
 )
-from rlhf_algos.offline.loop import train
-from rlhf_algos.offline.methods import METHODS
 from rlhf_core import ConfigError, LoraConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
@@ -55,6 +55,20 @@ def model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32)
 
 
+def changed(config, **fields):
+    """The config with other values: `train__steps=1` for `train.steps`."""
+    for name, value in fields.items():
+        first, _, rest = name.partition("__")
+        inner = changed(getattr(config, first), **{rest: value}) if rest else value
+        config = replace(config, **{first: inner})
+    return config
+
+
+def evaluated(config):
+    """Evaluated on what it is trained on."""
+    return changed(config, evaluation__data=config.data.train)
+
+
 @pytest.fixture
 def make(tmp_path, model):
     """A function from fields to an OfflineConfig on a small dataset of the method."""
@@ -62,20 +76,22 @@ def make(tmp_path, model):
     def config(method: str = "dpo", **fields) -> OfflineConfig:
         data = tmp_path / f"{method}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(method)))
-        defaults = {
-            "model": model,
-            "train": (DataSource(path=str(data)),),
-            "output": tmp_path / "out",
-            "reference_cache": tmp_path / "references",
-            "limit": LengthLimit(max_length=64),
-            "batch_size": 4,
-            "learning": LearningConfig(learning_rate=3e-3),
-            "tensorboard": False,
-        }
-        if method == "distill":
-            teacher = save_tiny_model(tmp_path / "teacher", hidden_size=48, seed=3)
-            defaults["loss"] = {"teacher": teacher, "top_k": 512}
-        return OfflineConfig(method=method, **(defaults | fields))
+        loss, loss_function = fields.pop("loss", {}), fields.pop("loss_function", None)
+        if method == "distill" and not loss:
+            loss = {"teacher": save_tiny_model(tmp_path / "teacher", hidden_size=48, seed=3), "top_k": 512}
+        made = OfflineConfig(
+            model=ModelSection(path=model),
+            data=DataSection(train=(DataSource(path=str(data)),)),
+            algorithm=OfflineAlgorithmSection(name=method, loss=loss, loss_function=loss_function),
+            output=tmp_path / "out",
+            reference_cache=tmp_path / "references",
+            lengths=LengthSection(max_length=64),
+            train=OfflineTrainSection(
+                batch_size=4, optimizer=changed(OfflineTrainSection().optimizer, learning_rate=3e-3)
+            ),
+            tensorboard=False,
+        )
+        return changed(made, **fields)
 
     return config
 
@@ -92,8 +108,8 @@ def same(left, right) -> bool:
 def test_every_method_learns_its_data_and_writes_a_transformers_directory(make, method):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    config = make(method, epochs=4, batch_size=8)
-    result = train(replace(config, eval=config.train, evaluation=EvalConfig(every=4)))
+    config = make(method, train__epochs=4, train__batch_size=8)
+    result = train(changed(evaluated(config), evaluation__every=4))
     rows = read_metrics(config.output / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, result.steps + 1))
     evaluations = [row["eval/loss"] for row in rows if "eval/loss" in row]
@@ -106,40 +122,41 @@ def test_every_method_learns_its_data_and_writes_a_transformers_directory(make, 
 
 def test_the_reference_is_scored_once_and_then_read_from_the_cache(make, monkeypatch):
     config = make("dpo")
-    first = train(replace(config, max_steps=1))
+    first = train(changed(config, train__steps=1))
     (cached,) = config.reference_cache.glob("*.safetensors")
     monkeypatch.setattr(
         "rlhf_algos.offline.reference.score_rows", lambda *args: pytest.fail("the reference was scored again")
     )
-    again = train(replace(config, max_steps=1, output=config.output.with_name("again")))
+    again = train(changed(config, train__steps=1, output=config.output.with_name("again")))
     assert again.metrics["loss"] == first.metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert list(config.reference_cache.glob("*.safetensors")) == [cached]
 
 
 def test_evaluation_reports_how_far_the_policy_is_from_its_reference(make):
-    config = make("dpo", learning=LearningConfig(learning_rate=0.0), max_steps=1)
-    result = train(replace(config, eval=config.train))
+    config = make("dpo", train__optimizer__learning_rate=0.0, train__steps=1)
+    result = train(evaluated(config))
     assert result.metrics["eval/kl"] == pytest.approx(0, abs=1e-4)
-    moved = make("dpo", epochs=2, output=config.output.with_name("moved"))
-    result = train(replace(moved, eval=moved.train))
+    moved = make("dpo", train__epochs=2, output=config.output.with_name("moved"))
+    result = train(evaluated(moved))
     assert abs(result.metrics["eval/kl"]) > 0.1
     assert {"eval/accuracy", "eval/margin", "eval/loss"} <= set(result.metrics)
 
 
 def test_other_data_or_another_reference_has_its_own_cache_entry(make, tmp_path):
-    config = make("dpo", max_steps=1)
+    config = make("dpo", train__steps=1)
     train(config)
     other = save_tiny_model(tmp_path / "other", hidden_size=32, seed=1)
-    loss = train(replace(config, reference=other, output=tmp_path / "b")).metrics["loss"]
+    loss = train(changed(config, model__reference=other, output=tmp_path / "b")).metrics["loss"]
     assert abs(loss - 0.6931) > 0.01
-    train(replace(config, limit=LengthLimit(max_length=20), output=tmp_path / "c"))
+    train(changed(config, lengths__max_length=20, output=tmp_path / "c"))
     assert len(list(config.reference_cache.glob("*.safetensors"))) == 3
 
 
 def test_packing_and_micro_batches_do_not_change_the_run(make, tmp_path):
     losses = []
-    for index, run in enumerate([RunConfig(), RunConfig(packing=False), RunConfig(max_tokens_per_micro_batch=70)]):
-        config = make("dpo", run=run, output=tmp_path / f"{index}", reference_cache=tmp_path / f"r{index}")
+    ways = [{}, {"train__packing": False}, {"train__max_tokens_per_micro_batch": 70}]
+    for index, way in enumerate(ways):
+        config = make("dpo", **way, output=tmp_path / f"{index}", reference_cache=tmp_path / f"r{index}")
         train(config)
         losses.append([row["loss"] for row in read_metrics(config.output / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -149,15 +166,15 @@ def test_packing_and_micro_batches_do_not_change_the_run(make, tmp_path):
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, tmp_path, method):
     settings = {
-        "epochs": 2,
-        "checkpoint": CheckpointConfig(every=4),
-        "run": RunConfig(max_tokens_per_micro_batch=128),
-        "evaluation": EvalConfig(every=5),
+        "train__epochs": 2,
+        "checkpoint__every": 4,
+        "train__max_tokens_per_micro_batch": 128,
+        "evaluation__every": 5,
     }
     whole = make(method, output=tmp_path / "whole", **settings)
-    whole = replace(whole, eval=whole.train)
+    whole = evaluated(whole)
     train(whole)
-    broken = replace(whole, output=tmp_path / "broken")
+    broken = changed(whole, output=tmp_path / "broken")
 
     class Killed(Exception):
         pass
@@ -168,55 +185,57 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, tmp_path, m
 
     with pytest.raises(Killed):
         train(broken, on_event=kill)
-    train(replace(broken, resume=True))
+    train(broken, resume=True)
     assert same(weights(whole.output / "model"), weights(broken.output / "model"))
     assert same(weights(whole.output / "best"), weights(broken.output / "best"))
     assert read_metrics(whole.output / "metrics.jsonl") == read_metrics(broken.output / "metrics.jsonl")
 
 
 def test_checkpoints_are_kept_to_the_last_ones_and_not_overwritten_by_mistake(make):
-    config = make("sft", checkpoint=CheckpointConfig(every=1, keep=2))
+    config = make("sft", checkpoint__every=1, checkpoint__keep=2)
     train(config)
     assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == ["step-5", "step-6"]
-    with pytest.raises(ConfigError, match="resume: true"):
+    with pytest.raises(ConfigError, match="--resume"):
         train(config)
 
 
 def test_resume_without_a_checkpoint_starts_anew(make):
-    assert train(make("sft", resume=True, max_steps=2)).steps == 2
+    assert train(make("sft", train__steps=2), resume=True).steps == 2
 
 
 def test_a_run_is_not_continued_under_another_plan(make):
-    config = make("sft", checkpoint=CheckpointConfig(every=1), max_steps=2)
+    config = make("sft", checkpoint__every=1, train__steps=2)
     train(config)
     with pytest.raises(ConfigError, match="batch_size was 4, is 5"):
-        train(replace(config, batch_size=5, resume=True))
+        train(changed(config, train__batch_size=5), resume=True)
 
 
 def test_early_stopping_keeps_the_best_model(make):
     config = make(
         "dpo",
-        epochs=20,
-        learning=LearningConfig(learning_rate=0.0),
-        evaluation=EvalConfig(every=1, patience=3, best_metric="accuracy"),
+        train__epochs=20,
+        train__optimizer__learning_rate=0.0,
+        evaluation__every=1,
+        evaluation__patience=3,
+        evaluation__best_metric="accuracy",
     )
-    result = train(replace(config, eval=config.train))
+    result = train(evaluated(config))
     assert result.stopped_early
     assert result.steps == 4
     assert same(weights(result.best), weights(result.model))
 
 
 def test_an_unknown_best_metric_names_the_known_ones(make):
-    config = make("dpo", evaluation=EvalConfig(every=1, best_metric="acuracy"))
+    config = make("dpo", evaluation__every=1, evaluation__best_metric="acuracy")
     with pytest.raises(ConfigError, match="accuracy"):
-        train(replace(config, eval=config.train))
+        train(evaluated(config))
 
 
 def test_mixed_datasets_follow_their_weights(make, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"prompt": f"x{i}", "completion": "y"}) + "\n" for i in range(22)))
     config = make("sft")
-    mixed = replace(config, train=(replace(config.train[0], weight=9.0), DataSource(path=str(other))))
+    mixed = changed(config, data__train=(replace(config.data.train[0], weight=9.0), DataSource(path=str(other))))
     data = rlhf_algos.offline.run_data.load_data(mixed)
     share = sum(index < 22 for epoch in range(10) for index in data.order(mixed, epoch)) / 440
     assert 0.85 < share < 0.95
@@ -225,17 +244,17 @@ def test_mixed_datasets_follow_their_weights(make, tmp_path):
 
 def test_a_share_of_the_rows_is_held_out(make):
     for method in ("dpo", "kto"):
-        config = make(method, hold_out=0.2, output=make(method).output / method)
+        config = make(method, data__hold_out=0.2, output=make(method).output / method)
         data = rlhf_algos.offline.run_data.load_data(config)
         trained, held = ({e.row_name for e in part} for part in (data.train, data.eval))
         assert (len(trained), len(held)) == (18, 4)
         assert not trained & held
         assert [e.name for e in rlhf_algos.offline.run_data.load_data(config).eval] == [e.name for e in data.eval]
-    assert "eval/loss" in train(replace(config, max_steps=1)).metrics
+    assert "eval/loss" in train(changed(config, train__steps=1)).metrics
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
-        rlhf_algos.offline.run_data.load_data(make("dpo", hold_out=0.99))
-    with pytest.raises(ConfigError, match="hold_out"):
-        make("dpo", hold_out=1.0)
+        rlhf_algos.offline.run_data.load_data(make("dpo", data__hold_out=0.99))
+    counted = rlhf_algos.offline.run_data.load_data(make("dpo", data__hold_out=3))
+    assert (len(counted.train), len(counted.eval)) == (19, 3)
 
 
 OWN_LOSSES = """
@@ -274,7 +293,7 @@ def test_a_loss_function_of_ones_own(make, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def first_loss(method, **fields):
-        return train(make(method, max_steps=1, output=tmp_path / repr(fields), **fields)).metrics["loss"]
+        return train(make(method, train__steps=1, output=tmp_path / repr(fields), **fields)).metrics["loss"]
 
     plain = first_loss("dpo")
     assert first_loss("dpo", loss_function="own_losses:doubled") == pytest.approx(2 * plain)
@@ -282,7 +301,7 @@ def test_a_loss_function_of_ones_own(make, tmp_path, monkeypatch):
     options = {"loss": {"factor": 3.0}}
     assert first_loss("sft", loss_function="own_losses:scaled", **options) == pytest.approx(3 * plain)
     assert first_loss("sft", loss_function="own_losses:untyped", **options) == pytest.approx(3 * plain)
-    with pytest.raises(ConfigError, match=r"did you mean 'loss\.factor'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'algorithm\.factor'"):
         make("sft", loss_function="own_losses:scaled", loss={"facto": 1})
     with pytest.raises(ConfigError, match="must take 3"):
         make("sft", loss_function="own_losses:two")
@@ -291,7 +310,7 @@ def test_a_loss_function_of_ones_own(make, tmp_path, monkeypatch):
 
 
 def test_lora_trains_adapters_and_writes_a_merged_model(make, model):
-    result = train(make("dpo", run=RunConfig(lora=LoraConfig(rank=4))))
+    result = train(make("dpo", model__lora=LoraConfig(rank=4)))
     before, after = weights(Path(model)), weights(result.model)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -303,15 +322,15 @@ def test_a_4_bit_policy_starts_from_its_own_reference(make, model, tmp_path):
     """The reference is quantised like the policy, so the first DPO loss is log 2; its scores are cached apart."""
     pytest.importorskip("bitsandbytes")
     lora = {"rank": 4, "quantize": "nf4"}
-    train(make("dpo", max_steps=1, output=tmp_path / "plain"))
-    result = train(make("dpo", max_steps=1, run=RunConfig(lora=LoraConfig(**lora))))
+    train(make("dpo", train__steps=1, output=tmp_path / "plain"))
+    result = train(make("dpo", train__steps=1, model__lora=LoraConfig(**lora)))
     assert result.metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
     before, after = weights(Path(model)), weights(result.model)
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: t.dtype for n, t in after.items()}
 
 
 def test_bfloat16_and_gradient_checkpointing_run(make):
-    result = train(make("dpo", run=RunConfig(dtype="bfloat16", gradient_checkpointing=True)))
+    result = train(make("dpo", model__dtype="bfloat16", train__gradient_checkpointing=True))
     assert weights(result.model)["model.norm.weight"].dtype is torch.bfloat16
 
 
@@ -325,7 +344,7 @@ def test_losses_with_whole_batch_columns(make, loss):
             "dpo",
             loss=loss,
             output=make("dpo").output / str(tokens),
-            run=RunConfig(max_tokens_per_micro_batch=tokens),
+            train__max_tokens_per_micro_batch=tokens,
         )
         train(config)
         losses.append([row["loss"] for row in read_metrics(config.output / "metrics.jsonl")])
@@ -335,11 +354,14 @@ def test_losses_with_whole_batch_columns(make, loss):
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        ({"batch_size": 0}, "batch_size"),
-        ({"train": ()}, "train is empty"),
-        ({"loss": {"betta": 1}}, "did you mean 'loss.beta'"),
+        ({"train__batch_size": 0}, "train.batch_size"),
+        ({"data__train": ()}, "data.train is empty"),
+        ({"loss": {"betta": 1}}, "did you mean 'algorithm.beta'"),
         ({"loss": 3}, "DPOConfig"),
-        ({"max_steps": 0}, "max_steps"),
+        ({"train__steps": 0}, "train.steps"),
+        ({"data__hold_out": -1.0}, "data.hold_out"),
+        ({"checkpoint__keep": 0}, "checkpoint.keep"),
+        ({"model__critic": "x"}, "have no critic"),
     ],
 )
 def test_bad_configurations(make, fields, part):
@@ -348,14 +370,16 @@ def test_bad_configurations(make, fields, part):
 
 
 def test_a_student_comes_to_say_what_its_teacher_says(make):
-    config = make("distill", epochs=30, learning=LearningConfig(learning_rate=1e-2))
+    config = make("distill", train__epochs=30, train__optimizer__learning_rate=1e-2)
     train(config)
     rows = read_metrics(config.output / "metrics.jsonl")
     assert rows[0]["kd_loss"] > 0.3
     assert rows[-1]["kd_loss"] < 0.3 * rows[0]["kd_loss"]
     assert list(config.reference_cache.glob("teacher-*.safetensors"))
-    itself = make("distill", loss={"teacher": config.model, "kd_coef": 0.5, "temperature": 2.0}, max_steps=1)
-    result = train(replace(itself, output=config.output.with_name("itself")))
+    itself = make(
+        "distill", loss={"teacher": config.model.path, "kd_coef": 0.5, "temperature": 2.0}, train__steps=1
+    )
+    result = train(changed(itself, output=config.output.with_name("itself")))
     assert result.metrics["kd_loss"] == pytest.approx(0, abs=1e-5)
     assert result.metrics["sft_loss"] > 1
 
@@ -368,11 +392,11 @@ def test_a_process_reward_model_with_a_language_model_head(make, tmp_path):
     config = make(
         "prm",
         loss={"label_tokens": ["+", "-"]},
-        step_placeholder="#",
-        epochs=8,
-        learning=LearningConfig(learning_rate=1e-2),
+        data__step_placeholder="#",
+        train__epochs=8,
+        train__optimizer__learning_rate=1e-2,
     )
-    result = train(replace(config, train=(DataSource(path=str(tmp_path / "steps.jsonl")),)))
+    result = train(changed(config, data__train=(DataSource(path=str(tmp_path / "steps.jsonl")),)))
     assert result.metrics["step_accuracy"] == 1
     AutoModelForCausalLM.from_pretrained(result.model)
 
@@ -389,7 +413,7 @@ def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
     from rlhf_algos.config.loader import dump_config
 
     config = make(method, output=tmp_path / "two")
-    config = replace(config, eval=config.train)
+    config = evaluated(config)
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -399,7 +423,7 @@ def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    train(replace(config, output=tmp_path / "one"))
+    train(changed(config, output=tmp_path / "one"))
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for name in ("loss", "grad_norm", "tokens", "eval/loss"):
         assert [row[name] for row in two if name in row] == pytest.approx(
@@ -411,13 +435,13 @@ RESUMED = """
 import sys
 from pathlib import Path
 import rlhf_algos.offline.loop as offline
-from rlhf_algos import CheckpointConfig, OfflineConfig, load_config, train
+from rlhf_algos import CheckpointSection, OfflineConfig, load_config, train
 from dataclasses import replace
 
 config = load_config(OfflineConfig, Path(sys.argv[1]))
 train(config)
 
-stopped = replace(config, output=config.output.with_name("stopped"), checkpoint=CheckpointConfig(every=2))
+stopped = replace(config, output=config.output.with_name("stopped"), checkpoint=CheckpointSection(every=2))
 save = offline.save_checkpoint
 
 
@@ -433,7 +457,7 @@ try:
 except KeyboardInterrupt:
     pass
 offline.save_checkpoint = save
-train(replace(stopped, resume=True))
+train(stopped, resume=True)
 """
 
 

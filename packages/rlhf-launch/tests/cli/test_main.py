@@ -38,14 +38,14 @@ def mistake(name, overrides, *parts):
         mistake("unknown key", ["train.rank=2"], "'train.rank'", "'train.ranks'"),
         mistake("unknown section", ["trian.ranks=2"], "'trian'", "'train'"),
         mistake("wrong type", ["train.ranks=two"], "train.ranks", "whole number", "'two'"),
-        mistake("wrong choice", ["algorithm.name=gpro"], "algorithm.name", "grpo, ppo", "gpro"),
-        mistake("impossible value", ["steps=0"], "steps must be at least 1, got 0"),
+        mistake("wrong choice", ["algorithm.name=gpro"], "algorithm", "did you mean", "gpro"),
+        mistake("impossible value", ["train.steps=0"], "steps must be at least 1, got 0"),
         mistake("one sample", ["rollout.samples_per_prompt=1"], "at least 2"),
         mistake("malformed override", ["train.ranks"], "key=value"),
-        mistake("missing data", ["data.prompts=nowhere.jsonl"], "nowhere.jsonl", "does not exist"),
-        mistake("missing column", ["data.columns={prompt: question}"], "row 1", "'question'", "'prompt'"),
-        mistake("overlong prompt", ["data.max_prompt_tokens=2"], "row 1", "data.max_prompt_tokens is 2"),
-        mistake("no model", ["model.policy=./no/such/model"], "model.policy", "./no/such/model"),
+        mistake("missing data", ["data.train=nowhere.jsonl"], "nowhere.jsonl", "does not exist"),
+        mistake("missing column", ["data.train.columns={prompt: question}"], "row 1", "'question'", "'prompt'"),
+        mistake("overlong prompt", ["lengths.max_prompt_tokens=2"], "row 1", "lengths.max_prompt_tokens is 2"),
+        mistake("no model", ["model.path=./no/such/model"], "model.path", "./no/such/model"),
         mistake("no reward module", ["reward.function=nowhere:f"], "'nowhere'", "cannot be imported"),
         mistake("no reward function", ["reward.function=launch_rewards:raise"], "'raise'", "'raises'"),
         mistake("reward not callable", ["reward.function=launch_rewards:not_a_function"], "not_a_function"),
@@ -54,9 +54,9 @@ def mistake(name, overrides, *parts):
         mistake("unknown engine", ["train.engine=deepspede"], "'deepspede'", "'deepspeed'"),
         mistake("ranks without Ray", ["train.ranks=2"], "train.ranks=2", "placement.executor=ray"),
         mistake("no GPU", ["placement.device=cuda"], "no GPU"),
-        mistake("too many held out", ["data.eval_rows=24"], "24"),
+        mistake("too many held out", ["data.hold_out=24"], "24"),
         mistake("no adapters", ["weight_sync.adapters=adapter"], "model.lora is not set"),
-        mistake("context", ["rollout.max_model_len=10"], "max_model_len=10", "24"),
+        mistake("context", ["lengths.max_length=10"], "lengths.max_length=10", "24"),
     ],
 )
 def test_a_mistake_ends_in_one_message(run, overrides, parts):
@@ -78,13 +78,13 @@ def test_no_reward_at_all(run, settings):
 
 def test_a_bad_row_is_named(run, tmp_path):
     data = write(tmp_path / "bad.jsonl", {"prompt": "a"}, '{"prompt": \n')
-    code, output = run(f"data.prompts={data}")
+    code, output = run(f"data.train={data}")
     assert code == 2
     assert "bad.jsonl row 2 is not valid JSON" in output
 
 
 def test_an_empty_file(run, tmp_path):
-    code, output = run(f"data.prompts={write(tmp_path / 'empty.jsonl')}")
+    code, output = run(f"data.train={write(tmp_path / 'empty.jsonl')}")
     assert code == 2
     assert "no rows" in output
 
@@ -99,7 +99,7 @@ def test_messages_without_a_chat_template(run, tmp_path, folder):
     tokenizer.save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
     data = write(tmp_path / "chat.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
-    code, output = run(f"data.prompts={data}", f"model.policy={tmp_path / 'plain'}", "data.eval_rows=0")
+    code, output = run(f"data.train={data}", f"model.path={tmp_path / 'plain'}", "data.hold_out=0")
     assert code == 2
     assert "chat.jsonl row 1" in output
     assert "no chat template" in output
@@ -109,7 +109,7 @@ def test_a_missing_or_malformed_configuration_file(run, tmp_path):
     result = CliRunner().invoke(app, ["train", str(tmp_path / "nowhere.yaml")])
     assert result.exit_code == 2
     assert "nowhere.yaml" in result.output
-    code, output = run(text="model: {policy: [unclosed\n")
+    code, output = run(text="model: {path: [unclosed\n")
     assert code == 2
     assert "config.yaml" in output
 
@@ -122,13 +122,13 @@ def test_nothing_to_resume(run):
 
 def test_print_config_is_complete_and_can_be_read_back(run, settings, tmp_path):
     from rlhf_algos import load_config
-    from rlhf_launch.config.run import RunConfig
+    from rlhf_launch.config.run import OnlineConfig
 
     code, output = run("--print-config", "train.optimizer.learning_rate=3e-5")
     assert code == 0
     path = tmp_path / "printed.yaml"
     path.write_text(output)
-    config = load_config(RunConfig, path)
+    config = load_config(OnlineConfig, path)
     assert config.train.optimizer.learning_rate == 3e-5
     assert config.rollout.sampling.temperature == 1.0
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from rlhf_algos import from_mapping, load_config
+from rlhf_algos import DataSource, from_mapping, load_config
 from rlhf_core import ConfigError, DataError, RewardError, RolloutConfig
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.cli.main import app
+from rlhf_launch.config.generate import GenerateConfig, ignored_by_generation
 from rlhf_launch.config.reward import RewardSection
-from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig, generate
+from rlhf_launch.generate.run import generate
 from rlhf_rollout import AgentConfig
 from typer.testing import CliRunner
 
@@ -31,7 +32,7 @@ def config(settings, tmp_path):
     path = tmp_path / "train.yaml"
     path.write_text(yaml.safe_dump(settings))
     changes = [f"output={tmp_path / 'out' / 'samples.jsonl'}", "rollout.samples_per_prompt=3"]
-    return load_config(GenerateConfig, path, changes, ignore=NOT_FOR_GENERATION)
+    return load_config(GenerateConfig, path, changes, ignore=ignored_by_generation())
 
 
 def read(config):
@@ -91,7 +92,7 @@ def test_killed_and_started_again_it_writes_what_an_uninterrupted_run_writes(con
     assert f"{complete} of 24 prompts are done already" in again.stdout
     assert f"{24 - complete} rows written" in again.stdout
     generate(replace(config, reward=None), console=QUIET)
-    whole, resumed = read(config), read(replace(config, output=str(output)))
+    whole, resumed = read(config), read(replace(config, output=output))
     assert output.read_bytes().count(b"\n") == 24
     for prompt_id, row in whole.items():
         found = resumed[prompt_id]["samples"]
@@ -127,18 +128,19 @@ def test_rows_of_other_settings_or_data_do_not_mix(config, tmp_path):
     generate(config, console=QUIET)
     with pytest.raises(ConfigError, match=r"begun with seed=0, now it is 1"):
         generate(replace(config, seed=1), console=QUIET)
-    data = Path(config.data.prompts).read_text().replace("3+3=", "3+4=")
+    data = Path(config.data.train[0].path).read_text().replace("3+3=", "3+4=")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(data)
-    beside = config.output + ".settings.json"
-    settings = json.loads(Path(beside).read_text()) | {"prompts": str(prompts)}
+    beside = f"{config.output}.settings.json"
+    other = replace(config, data=replace(config.data, train=(DataSource(path=str(prompts)),)))
+    settings = json.loads(Path(beside).read_text()) | {"prompts": other.settings()["prompts"]}
     Path(beside).write_text(json.dumps(settings))
     with pytest.raises(DataError, match="its row 3 belongs to another prompt"):
-        generate(replace(config, data=replace(config.data, prompts=str(prompts))), console=QUIET)
+        generate(other, console=QUIET)
     stranger = tmp_path / "notes.jsonl"
     stranger.write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match="not written by this command"):
-        generate(replace(config, output=str(stranger)), console=QUIET)
+        generate(replace(config, output=stranger), console=QUIET)
 
 
 def test_a_failing_reward_keeps_what_was_finished(config):
@@ -183,8 +185,8 @@ def test_samples_that_the_reward_policy_drops_have_their_reason(config):
 
 
 def test_a_context_without_room_is_refused(config):
-    with pytest.raises(ConfigError, match="max_model_len=10 is less than the 24 tokens"):
-        replace(config, rollout=replace(config.rollout, max_model_len=10))
+    with pytest.raises(ConfigError, match="max_length=10 is less than the 24 tokens"):
+        replace(config, lengths=replace(config.lengths, max_length=10))
 
 
 def test_episodes_are_not_for_this_command(config):
@@ -196,7 +198,7 @@ def test_episodes_are_not_for_this_command(config):
 def test_flags_are_enough(folder, tmp_path):
     output = tmp_path / "flags.jsonl"
     flags = ["--model", str(folder / "policy"), "--prompts", str(folder / "prompts.jsonl"), "-o", str(output)]
-    flags += ["--max-tokens", "4", "--backend", "transformers", "--temperature", "0", "data.limit=5"]
+    flags += ["--max-tokens", "4", "--backend", "transformers", "--temperature", "0", "data.train.limit=5"]
     result = CliRunner().invoke(app, ["generate", *flags])
     assert result.exit_code == 0, result.output
     assert "5 rows written" in result.output
@@ -217,7 +219,7 @@ def test_through_an_openai_compatible_server(config, folder, monkeypatch):
         options = {"base_url": gateway.url, "served_model": "policy", "log_probs": "processed"}
         remote = replace(
             config,
-            output=config.output + ".remote",
+            output=Path(f"{config.output}.remote"),
             rollout=replace(config.rollout, backend="openai", options=options),
         )
         generate(remote, console=QUIET)

@@ -4,8 +4,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rlhf_algos import DataSource
 from rlhf_core import ConfigError, DroppedSample, Score, Trajectory
-from rlhf_launch.config.run import EvaluationSection
+from rlhf_launch.config.run import EvaluationSet
 from rlhf_launch.online.evaluation import Evaluation, pass_at_k, summarise
 from rlhf_rollout import ScoredGroup
 
@@ -65,4 +66,4 @@ def test_a_set_without_any_score_has_no_reward():
 
 def test_several_greedy_samples_are_refused():
     with pytest.raises(ConfigError, match="temperature > 0"):
-        EvaluationSection(prompts="p.jsonl", samples=4)
+        EvaluationSet(data=(DataSource(path="p.jsonl"),), samples=4)

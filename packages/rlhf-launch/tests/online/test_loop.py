@@ -12,7 +12,7 @@ import torch
 import yaml
 from rlhf_algos import from_mapping
 from rlhf_core import ConfigError, RewardError
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.run import train
 from rlhf_launch.online.setup import open_producer
@@ -33,16 +33,16 @@ def without_times(rows):
 
 def grpo_settings(folder, output_dir):
     return {
-        "model": {"policy": str(folder / "policy")},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 4, "max_prompt_tokens": 16},
+        "model": {"path": str(folder / "policy")},
+        "data": {"train": str(folder / "prompts.jsonl"), "hold_out": 4},
+        "lengths": {"max_prompt_tokens": 16},
         "reward": {"function": "launch_rewards:share_of_alphanumerics"},
-        "algorithm": {"grpo": {"kl_coef": 0.01}},
+        "algorithm": {"name": "grpo", "kl_coef": 0.01},
         "rollout": {"backend": "transformers", "samples_per_prompt": 8, "sampling": {"max_tokens": 8}},
-        "train": {"engine": "torch", "prompts_per_step": 8, "optimizer": {"learning_rate": 3e-3}},
+        "train": {"engine": "torch", "prompts_per_step": 8, "steps": 12, "optimizer": {"learning_rate": 3e-3}},
         "placement": {"executor": "local", "device": "cpu"},
-        "output_dir": str(output_dir),
-        "steps": 12,
-        "checkpoint_every": 4,
+        "output": str(output_dir),
+        "checkpoint": {"every": 4},
     }
 
 
@@ -50,7 +50,7 @@ def grpo_settings(folder, output_dir):
 def grpo(folder, tmp_path_factory):
     """One finished GRPO run with a KL penalty; the tests look at what it left."""
     settings = grpo_settings(folder, tmp_path_factory.mktemp("grpo") / "run")
-    return train(from_mapping(RunConfig, settings, source="test"))
+    return train(from_mapping(OnlineConfig, settings, source="test"))
 
 
 def rise(run):
@@ -112,7 +112,7 @@ def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folde
     config = make_config(
         settings,
         reward={"model": str(folder / "reward")},
-        algorithm={"name": "ppo", "ppo": {"kl_coef": 0.05}},
+        algorithm={"name": "ppo", "kl_coef": 0.05},
         train__minibatches=2,
         train__critic_warmup_steps=1,
     )
@@ -126,9 +126,9 @@ def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folde
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
-    whole = train(make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "whole")))
-    part = make_config(settings, steps=4, checkpoint_every=2, output_dir=str(tmp_path / "part"))
-    train(make_config(settings, steps=2, checkpoint_every=2, output_dir=str(tmp_path / "part")))
+    whole = train(make_config(settings, train__steps=4, checkpoint__every=2, output=str(tmp_path / "whole")))
+    part = make_config(settings, train__steps=4, checkpoint__every=2, output=str(tmp_path / "part"))
+    train(make_config(settings, train__steps=2, checkpoint__every=2, output=str(tmp_path / "part")))
     resumed = train(part, resume=True)
     assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict().items():
@@ -137,9 +137,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pa
 
 
 def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
-    settings |= {"steps": 6, "checkpoint_every": 1, "tensorboard": False}
-    whole = train(make_config(settings, output_dir=str(tmp_path / "whole")))
-    settings["output_dir"] = str(tmp_path / "killed")
+    settings |= {"checkpoint": {"every": 1}, "tensorboard": False}
+    settings["train"] = {**settings["train"], "steps": 6}
+    whole = train(make_config(settings, output=str(tmp_path / "whole")))
+    settings["output"] = str(tmp_path / "killed")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     program = "from rlhf_launch.cli.main import main; main()"
     run = subprocess.Popen(
@@ -162,7 +163,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pat
     [("raises", "no network today"), ("nan", "nan"), ("too_few", "1 scores for 4 samples")],
 )
 def test_a_bad_reward_stops_the_run_with_its_reason(settings, make_config, function, message):
-    config = make_config(settings, reward__function=f"launch_rewards:{function}", data__eval_rows=0)
+    config = make_config(settings, reward__function=f"launch_rewards:{function}", data__hold_out=0)
     with pytest.raises(RewardError, match=message):
         train(config)
 
@@ -172,8 +173,8 @@ def test_episodes_in_an_environment(settings, make_config):
     config = make_config(
         settings,
         rollout__agent={"environment": "launch_rewards:CountToThree"},
-        rollout__max_model_len=120,
-        data__eval_rows=2,
+        lengths__max_length=120,
+        data__hold_out=2,
     )
     rows = read_rows(train(config))
     assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)  # turns were not tokenised again
@@ -186,10 +187,10 @@ def test_episodes_overlap_training(settings, make_config, folder):
         settings,
         reward={"model": str(folder / "reward")},
         rollout__agent={"environment": "launch_rewards:CountToThree"},
-        rollout__max_model_len=120,
+        lengths__max_length=120,
         rollout__overlap={"max_staleness": 1},
-        data__eval_rows=2,
-        eval_every=1,
+        data__hold_out=2,
+        evaluation__every=1,
     )
     rows = read_rows(train(config))
     assert [row["prompts/used"] for row in rows] == [4, 4, 4]
@@ -197,9 +198,10 @@ def test_episodes_overlap_training(settings, make_config, folder):
 
 
 def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folder):
-    held_out = {"prompts": str(folder / "prompts.jsonl"), "limit": 3, "samples": 4, "temperature": 1.0}
+    data = {"path": str(folder / "prompts.jsonl"), "limit": 3}
+    held_out = {"data": data, "samples": 4, "temperature": 1.0}
     config = make_config(
-        settings, evaluations={"sums": held_out}, eval_every=1, rollout__dynamic_sampling={"max_rounds": 2}
+        settings, evaluation={"sets": {"sums": held_out}, "every": 1}, rollout__dynamic_sampling={"max_rounds": 2}
     )
     run = train(config)
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -225,11 +227,11 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
         "rollout__overlap": {"max_staleness": 2, "pause_while_training": paused},
         "rollout__sampling": {"max_tokens": 12},
         "train__prompts_per_step": 3,
-        "checkpoint_every": 2,
-        "eval_every": 2,
-        "output_dir": str(tmp_path / "run"),
+        "checkpoint__every": 2,
+        "evaluation__every": 2,
+        "output": str(tmp_path / "run"),
     }
-    half = train(make_config(settings, steps=4, **changes))
+    half = train(make_config(settings, train__steps=4, **changes))
     assert final_state(half)["ledger"]["counts"]["consumed"] == 12
     # The trainer stops amid the run: what is in flight belongs to the checkpoint.
     (half.folder / "checkpoints" / "step-000004").rename(tmp_path / "lost")
@@ -237,7 +239,7 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
     ledger = state["ledger"]
     assert state["step"] == 2
     assert ledger["counts"]["dispatched"] == 6 + len(ledger["in_flight"]) + len(ledger["finished"])
-    run = train(make_config(settings, steps=6, **changes), resume=True)
+    run = train(make_config(settings, train__steps=6, **changes), resume=True)
     state = final_state(run)
     assert state["ledger"] == {
         "in_flight": [],
@@ -256,11 +258,11 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
 
 def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
     overlap = {"rollout__overlap": {}}
-    with pytest.raises(ConfigError, match="no top_p, top_k or min_p"):
+    with pytest.raises(ConfigError, match="no top_p, top_k, min_p or min_tokens"):
         make_config(settings, rollout__sampling={"max_tokens": 8, "top_p": 0.9}, **overlap)
     with pytest.raises(ConfigError, match="max_staleness must be at least 1"):
         make_config(settings, rollout__overlap={"max_staleness": 0})
-    own = make_config(settings, algorithm={"grpo": {"off_policy": [{"mode": "mask"}]}}, **overlap)
+    own = make_config(settings, algorithm={"name": "grpo", "off_policy": [{"mode": "mask"}]}, **overlap)
     assert [correction.mode for correction in own.recipe.off_policy] == ["mask"]
     assert make_config(settings, rollout__overlap={"off_policy_correction": False}).recipe.off_policy == ()
     assert make_config(settings).recipe.off_policy == ()
@@ -272,17 +274,16 @@ def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
 
 def test_the_best_checkpoint_outlives_newer_ones(settings, make_config):
     with pytest.raises(ConfigError, match=r"names the set 'sums'; there is held-out"):
-        make_config(settings, keep_best="eval/sums/reward")
-    config = make_config(settings, keep_best="step_number", checkpoint_every=1, keep_checkpoints=1, best_is="min")
-    run = train(config)
-    assert store(run).steps() == [3]  # there is no such metric, so nothing to compare
+        make_config(settings, evaluation__best_metric="eval/sums/reward")
+    config = make_config(settings, evaluation__best_metric="learning_rat")
+    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
+        train(config)
     best = make_config(
         settings,
-        keep_best="learning_rate",
-        best_is="max",
-        checkpoint_every=1,
-        keep_checkpoints=1,
+        evaluation__best_metric="learning_rate",
+        checkpoint__every=1,
+        checkpoint__keep=1,
         train__optimizer={"learning_rate": 1e-3, "schedule": "linear"},
-        output_dir=config.output_dir + "-2",
+        output=f"{config.output}-2",
     )
     assert store(train(best)).steps() == [1, 3]

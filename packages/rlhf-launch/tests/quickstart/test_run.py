@@ -52,5 +52,5 @@ def test_it_asks_for_what_is_there(missing, ranks, tmp_path, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(quickstart, "find_spec", lambda name: None if name == missing else real(name))
     training, held_out = make_problems(digits=1, held_out=5, seed=0)
-    config = quickstart.write_config(tmp_path, training, held_out, seed=4, overrides=["steps=7"])
-    assert (config.train.ranks, config.seed, config.steps) == (ranks, 4, 7)
+    config = quickstart.write_config(tmp_path, training, held_out, seed=4, overrides=["train.steps=7"])
+    assert (config.train.ranks, config.seed, config.train.steps) == (ranks, 4, 7)

@@ -11,7 +11,7 @@ from rlhf_algos import dump_config, from_mapping
 from rlhf_core import ConfigError, DataError, PluginError, ResourceError
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.config.reward import RewardSection
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.preflight import check_inputs
 from rlhf_launch.online.run import train
 from rlhf_launch.placement.plans import reward_plans
@@ -54,7 +54,7 @@ def test_the_example_has_every_kind():
     example = Path(__file__).parents[4] / "examples" / "rewards.yaml"
     if not example.exists():
         pytest.skip("the examples are not beside the packages here")
-    parts = load_config(RunConfig, example).reward.parts.values()
+    parts = load_config(OnlineConfig, example).reward.parts.values()
     assert {type(part) for part in parts} | {EnvironmentRewardConfig} == set(get_args(RewardPart))
 
 
@@ -197,16 +197,16 @@ def all_kinds(folder, tmp_path_factory, scoring_server):
             "rm2": {"kind": "model", "path": path, "weight": -0.1},
         }
         settings = {
-            "model": {"policy": str(folder / "policy")},
-            "data": {"prompts": str(folder / "prompts.jsonl"), "eval_rows": 2, "max_prompt_tokens": 16},
+            "model": {"path": str(folder / "policy")},
+            "data": {"train": str(folder / "prompts.jsonl"), "hold_out": 2},
+            "lengths": {"max_prompt_tokens": 16},
             "reward": {"parts": parts},
             "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
-            "train": {"engine": "torch", "prompts_per_step": 4, "optimizer": {"learning_rate": 1e-3}},
+            "train": {"engine": "torch", "prompts_per_step": 4, "steps": 2, "optimizer": {"learning_rate": 1e-3}},
             "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},
-            "output_dir": str(output),
-            "steps": 2,
+            "output": str(output),
         }
-        train(from_mapping(RunConfig, settings, source="test"))
+        train(from_mapping(OnlineConfig, settings, source="test"))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "reward" in row], asked
 
@@ -239,7 +239,7 @@ def test_the_service_gets_every_sample_once_with_its_columns_and_the_key(all_kin
 
 def test_a_missing_column_stops_a_run_before_anything_is_loaded(settings, make_config):
     config = make_config(settings, reward={"parts": {"a": {"kind": "exact", "answer": "gold"}}})
-    with pytest.raises(DataError, match=r"row 1: the reward 'a' needs the column 'gold'; found answer, prompt"):
+    with pytest.raises(DataError, match=r"row \d+: the reward 'a' needs the column 'gold'; found answer, prompt"):
         check_inputs(config)
 
 
@@ -262,7 +262,7 @@ def test_faults_of_every_part_lose_no_sample_and_count_none_twice(settings, make
                 "on_failure": {"then": "drop", "attempts": 1},
             },
         }
-        config = make_config(settings, reward={"parts": parts}, data__eval_rows=0, train__prompts_per_step=8)
+        config = make_config(settings, reward={"parts": parts}, data__hold_out=0, train__prompts_per_step=8)
         run = train(config)
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row]

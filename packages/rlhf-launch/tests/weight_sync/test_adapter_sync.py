@@ -17,7 +17,7 @@ from rlhf_core import (
     SamplingConfig,
 )
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_engine import RolloutWorker
@@ -58,7 +58,7 @@ class Stack:
             self.pool,
             transports=("local",),
             timeout_s=PATIENCE_S,
-            options=SyncOptions(**options),
+            options=WeightSyncSection(**options),
         )
 
     def close(self):
@@ -114,7 +114,7 @@ def test_both_ends_must_know_adapters(tmp_path):
     with pytest.raises(ConfigError, match="torch cannot send adapters alone"):
         stack.policy.manifest(1, bucket_bytes=1000, adapters=True)
     with pytest.raises(ConfigError, match="merged or adapter"):
-        SyncOptions(adapters="both")
+        WeightSyncSection(adapters="both")
     with pytest.raises(ConfigError, match="leave out one"):
-        SyncOptions(adapters="adapter", delta="values")
+        WeightSyncSection(adapters="adapter", delta="values")
     stack.close()

@@ -16,7 +16,8 @@ from rlhf_core import (
     WeightSyncError,
 )
 from rlhf_core.testing.fakes import ScriptedBackend
-from rlhf_launch.weight_sync.sync import SyncOptions, WeightSync
+from rlhf_launch.config.weight_sync import WeightSyncSection
+from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -84,7 +85,7 @@ class Stack:
             self.pool,
             transports=kinds,
             timeout_s=PATIENCE_S,
-            options=SyncOptions(bucket_bytes=3000, **options),
+            options=WeightSyncSection(bucket_bytes=3000, **options),
         )
 
     @property
@@ -270,8 +271,8 @@ def test_the_configuration_can_name_the_transport(start):
 
 def test_options_are_checked(start):
     with pytest.raises(ConfigError, match="bucket_bytes"):
-        SyncOptions(bucket_bytes=0)
+        WeightSyncSection(bucket_bytes=0)
     with pytest.raises(ConfigError, match="'some'"):
-        SyncOptions(delta="some")
+        WeightSyncSection(delta="some")
     with pytest.raises(ConfigError, match=r"partial_sync='tensors'"):
         start(delta="values")

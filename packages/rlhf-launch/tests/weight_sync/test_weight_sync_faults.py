@@ -18,7 +18,7 @@ from rlhf_core import (
 )
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
-from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -111,7 +111,7 @@ def test_an_engine_killed_between_two_buckets_leaves_no_mixture_behind(model: st
     try:
         policy.start()
         pool.start()
-        options = SyncOptions(bucket_bytes=32 << 10)
+        options = WeightSyncSection(bucket_bytes=32 << 10)
         sync = WeightSync(policy, pool, transports=(transport,), timeout_s=PATIENCE_S, options=options)
         assert sync(1).lost == ()
         assert sync(2).buckets > 2 * KILLED_AT

@@ -1,4 +1,13 @@
-"""Frozen dataclasses from YAML files and dotted overrides: typed, and strict about unknown keys."""
+"""Frozen dataclasses from YAML files and dotted overrides: typed, and strict about unknown keys.
+
+What a dataclass may say of itself:
+
+- `short_form: ClassVar[str]`: the field that a plain value stands for (`model: PATH` for `model: {path: PATH}`).
+- `renamed_keys: ClassVar[Mapping[str, str]]`: keys of earlier versions, dotted, and what to write instead.
+- `from_keys(cls, data, source, prefix)` and `to_keys(self)`: a group whose keys depend on one of them.
+
+A group of keys is laid over the field's default: `optimizer: {weight_decay: 0.1}` keeps the default's other values.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +38,101 @@ def load_config(
         cls: a dataclass; its fields may be dataclasses, Optional, Literal, enums, tuples and mappings of these.
         path: the YAML file; None starts from the defaults.
         overrides: `dotted.key=value`, the value read as YAML. Later ones win.
-        ignore: top-level keys of the file that are another command's.
+        ignore: dotted keys of the file that are another command's.
 
     Raises:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type, a missing key, or
             a file that cannot be read. The message has the file and the full dotted key.
     """
-    data = {} if path is None else {key: v for key, v in read_yaml(path).items() if key not in ignore}
+    data = {} if path is None else _without(read_yaml(path), ignore)
+    data = _expanded(cls, data)
     source = "command line" if path is None else str(path)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"override {override!r} is not of the form key=value, for instance seed=1")
-        _put(data, key.strip().split("."), parse_yaml(text, f"override {override!r}"), override)
+        keys, value = key.strip().split("."), parse_yaml(text, f"override {override!r}")
+        short = _short_form(_type_at(cls, keys))
+        if short is not None and isinstance(value, str) and isinstance(_found(data, keys), Mapping | None):
+            keys.append(short)
+        _put(data, keys, value, override)
+    refuse_renamed(data, getattr(cls, "renamed_keys", {}), source)
     return from_mapping(cls, data, source=source)
+
+
+def _expanded(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with every short form of a group written out, so that overrides can add to the group."""
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        inner = _type_at(cls, [str(key)])
+        short = _short_form(inner)
+        if short is not None and isinstance(value, str):
+            value = {short: value}
+        result[key] = _expanded(inner, value) if isinstance(value, Mapping) else value
+    return result
+
+
+def _type_at(cls: Any, keys: Sequence[str]) -> Any:
+    """The dataclass of the group at these keys below `cls`; None if there is none."""
+    for key in keys:
+        if not dataclasses.is_dataclass(cls) or key not in _names(cls):  # type: ignore[arg-type]
+            return None
+        hint = typing.get_type_hints(cls)[key]
+        members = get_args(hint) if get_origin(hint) in (Union, types.UnionType, tuple) else (hint,)
+        groups = [member for member in members if dataclasses.is_dataclass(member)]
+        cls = groups[0] if len(groups) == 1 else None
+    return cls
+
+
+def _found(data: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    found: Any = data
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _short_form(cls: Any) -> str | None:
+    return getattr(cls, "short_form", None)
+
+
+def _without(data: Mapping[str, Any], ignore: Collection[str], prefix: str = "") -> dict[str, Any]:
+    kept = {key: value for key, value in data.items() if f"{prefix}{key}" not in ignore}
+    return {
+        key: _without(value, ignore, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in kept.items()
+    }
+
+
+def refuse_renamed(data: Mapping[str, Any], renamed: Mapping[str, str], source: str, prefix: str = "") -> None:
+    """Refuse a key of an earlier version with the one that took its place.
+
+    Keys of `renamed` are dotted; `*` stands for any name or place in a list. With `=` at their end they mean a
+    value that is no group of keys.
+
+    Raises:
+        ConfigError: an old key is there.
+    """
+    for key, value in data.items():
+        dotted = f"{prefix}{key}"
+        plain = "=" if not isinstance(value, Mapping) else ""
+        for old in (dotted, dotted + plain):
+            if (new := _renamed(old, renamed)) is not None:
+                raise ConfigError(f"{source}: the key {dotted!r} has another name now; write {new}")
+        inner = {str(i): item for i, item in enumerate(value)} if isinstance(value, list | tuple) else value
+        if isinstance(inner, Mapping):
+            refuse_renamed(inner, renamed, source, dotted + ".")
+
+
+def _renamed(dotted: str, renamed: Mapping[str, str]) -> str | None:
+    if dotted in renamed:
+        return renamed[dotted]
+    parts = dotted.split(".")
+    for old, new in renamed.items():
+        pattern = old.split(".")
+        fits = "*" in pattern and len(pattern) == len(parts)
+        if fits and all(want in ("*", part) for want, part in zip(pattern, parts, strict=True)):
+            return new
+    return None
 
 
 def from_mapping(cls: type[T], data: Mapping[str, Any], *, source: str, prefix: str = "") -> T:
@@ -65,11 +155,30 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], *, source: str, prefix: 
     ]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}; write {missing[0]}: <value>")
-    values = {key: _convert(hints[key], value, source, prefix + key) for key, value in data.items()}
+    values = {
+        key: _convert(hints[key], _over_default(fields[key], hints[key], value), source, prefix + key)
+        for key, value in data.items()
+    }
     try:
         return cls(**values)
     except (ConfigError, ValueError, TypeError) as error:
-        raise ConfigError(f"{source}: {prefix and prefix.rstrip('.') + ': '}{error}") from error
+        raise ConfigError(f"{source}: {_placed(str(error), prefix)}") from error
+
+
+def _placed(message: str, prefix: str) -> str:
+    """The message with the group's key before it, unless it says the key itself."""
+    key = prefix.rstrip(".")
+    named = not key or message.startswith((key, key.rpartition(".")[2]))
+    return message if named else f"{key}: {message}"
+
+
+def _over_default(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    """A group of keys together with the values of the field's default that it does not name."""
+    own_default = dataclasses.is_dataclass(hint) and field.default_factory is not dataclasses.MISSING
+    if not own_default or not isinstance(value, Mapping) or hasattr(hint, "to_keys"):
+        return value
+    default: Any = field.default_factory()  # type: ignore[misc]
+    return {item.name: getattr(default, item.name) for item in dataclasses.fields(default)} | dict(value)
 
 
 def dump_config(config: Any) -> str:
@@ -79,6 +188,8 @@ def dump_config(config: Any) -> str:
 
 def to_plain(value: Any) -> Any:
     """Nested dataclasses, tuples, mappings, enums and paths as plain dicts, lists and scalars."""
+    if hasattr(value, "to_keys"):
+        return to_plain(value.to_keys())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -115,18 +226,25 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value
+        short = getattr(hint, "short_form", None)
+        if not isinstance(value, Mapping) and short is not None and value is not None:
+            value = {short: value}
         if not isinstance(value, Mapping):
             raise _wrong(source, key, value, "a group of keys: " + ", ".join(_names(hint)))
+        if (own := getattr(hint, "from_keys", None)) is not None:
+            return own(value, source=source, prefix=key + ".")
         return from_mapping(hint, value, source=source, prefix=key + ".")
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, source, key)
     if not _holds_dataclass(hint):
         return _validate(hint, value, source, key)
-    if origin in (tuple, list) and isinstance(value, Sequence) and not isinstance(value, str):
+    if origin in (tuple, list):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            value = (value,)  # one dataset is a list of one
         return tuple(_convert(args[0], item, source, f"{key}[{i}]") for i, item in enumerate(value))
     if isinstance(value, Mapping):
         return {name: _convert(args[1], item, source, f"{key}.{name}") for name, item in value.items()}
-    raise _wrong(source, key, value, "a list of groups" if origin in (tuple, list) else "named groups of keys")
+    raise _wrong(source, key, value, "named groups of keys")
 
 
 def _convert_union(members: tuple[Any, ...], value: Any, source: str, key: str) -> Any:

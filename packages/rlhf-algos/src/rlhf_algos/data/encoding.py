@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
+import jinja2
 from rlhf_core import ConfigError, DataError
+
+from rlhf_algos.data.conversations import check_messages, with_system_prompt
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
@@ -26,22 +30,6 @@ class TokenRow:
         return self.response_mask.index(True) if True in self.response_mask else len(self.token_ids)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthLimit:
-    """What happens to sequences that are too long."""
-
-    max_length: int = 1024
-    """Tokens of a whole sequence."""
-    long_rows: Literal["truncate", "drop", "error"] = "truncate"
-    """A sequence whose prompt fits but whose end does not: cut the end, leave the example out, or stop."""
-    long_prompts: Literal["error", "drop", "keep_end"] = "error"
-    """A prompt that leaves no room for an answer: stop, leave the example out, or keep the sequence's end."""
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ConfigError(f"limit: max_length must be at least 2, got {self.max_length}")
-
-
 def is_conversation(value: object) -> bool:
     """True for a list of messages with roles."""
     return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
@@ -53,10 +41,7 @@ def problem_of_text(value: object) -> str | None:
         return None
     if not isinstance(value, Sequence) or not value:
         return f"found {type(value).__name__} {str(value)[:40]!r}, expected text or a list of messages"
-    for message in value:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            return f"message {str(message)[:60]!r} has no 'role' and 'content'"
-    return None
+    return check_messages(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +50,10 @@ class EncodingOptions:
 
     prompt_template: str | None = None
     """Text with `{}` in it, into which plain-text prompts are put."""
-    apply_chat_template: bool = False
+    chat: bool = False
     """Take plain-text prompts and answers as messages of a user and an assistant."""
+    system_prompt: str | None = None
+    """Put before the messages of a conversation that has no system message."""
     step_separator: str = "\n"
     """Closes each step that stands in a text of its own."""
     step_placeholder: str | None = None
@@ -76,7 +63,9 @@ class EncodingOptions:
 
     def __post_init__(self) -> None:
         if self.prompt_template is not None and "{}" not in self.prompt_template:
-            raise ConfigError(f"prompt_template {self.prompt_template!r} has no '{{}}' for the prompt to stand in")
+            raise ConfigError(
+                f"data.prompt_template {self.prompt_template!r} has no '{{}}' for the prompt to stand in"
+            )
 
 
 class Encoder:
@@ -86,16 +75,17 @@ class Encoder:
         options = options or EncodingOptions()
         self.tokenizer = tokenizer
         self._options = options
-        self.label_token_ids = [self._token(text, "loss.label_tokens") for text in options.label_tokens]
+        self.label_token_ids = [self._token(text, "algorithm.label_tokens") for text in options.label_tokens]
         """Of a right and of a wrong step, for process reward models with a language-model head; else empty."""
 
     def placeholder_id(self, place: str) -> int:
         """The token that ends each step of a text."""
         if self._options.step_placeholder is None:
             raise DataError(
-                f"{place}: its steps are marked inside 'input'; say by which token, with step_placeholder: <token>"
+                f"{place}: its steps are marked inside 'input'; say by which token, with data.step_placeholder: "
+                "<token>"
             )
-        return self._token(self._options.step_placeholder, "step_placeholder")
+        return self._token(self._options.step_placeholder, "data.step_placeholder")
 
     def label_value(self, label: object, place: str) -> float:
         """1 for the token of a right step, 0 for that of a wrong one."""
@@ -103,7 +93,7 @@ class Encoder:
             known = " or ".join(map(repr, self._options.label_tokens)) or "a number"
             raise DataError(
                 f"{place}: label {label!r} is not {known}; name the tokens of right and wrong steps with "
-                "loss.label_tokens: [right, wrong]"
+                "algorithm.label_tokens: [right, wrong]"
             )
         return float(label == self._options.label_tokens[0])
 
@@ -128,7 +118,7 @@ class Encoder:
         return self._chat(prompt, add_generation_prompt=True)
 
     def _as_messages(self, text: Text, role: str) -> Text:
-        if not self._options.apply_chat_template or not isinstance(text, str):
+        if not self._options.chat or not isinstance(text, str):
             return text
         return [{"role": role, "content": self._fill(text) if role == "user" else text}]
 
@@ -192,9 +182,7 @@ class Encoder:
             DataError: no assistant turn, or a template without marks that does not render turn after turn.
         """
         if "{% generation" in self._chat_template() or "{%- generation" in self._chat_template():
-            marked = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+            marked = self._rendered(messages, return_assistant_tokens_mask=True)
             tokens, mask = list(marked["input_ids"]), [bool(m) for m in marked["assistant_masks"]]
         else:
             tokens, mask = self._grown(messages, place)
@@ -241,15 +229,23 @@ class Encoder:
         if not template:
             raise ConfigError(
                 "the rows are conversations but the tokenizer has no chat template; give a chat model's tokenizer, "
-                "set chat_template to a Jinja file, or use rows of plain text"
+                "set model.chat_template to a Jinja file, or use rows of plain text with data.chat: false"
             )
         return template if isinstance(template, str) else str(template)
 
     def _chat(self, messages: Messages, **arguments: Any) -> list[int]:
+        return list(self._rendered(messages, **arguments)["input_ids"])
+
+    def _rendered(self, messages: Messages, **arguments: Any) -> Any:
         self._chat_template()
-        return list(
-            self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **arguments)["input_ids"]
-        )
+        messages = with_system_prompt(messages, self._options.system_prompt)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **arguments)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template cannot render a conversation of {', '.join(m['role'] for m in messages)}: "
+                f"{type(error).__name__}: {error}; mend the template, or give another one as model.chat_template"
+            ) from error
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -273,16 +269,43 @@ def load_encoder(
     Raises:
         ConfigError: there is no tokenizer.
     """
-    from pathlib import Path
+    return Encoder(load_tokenizer(model, chat_template=chat_template, trust_remote_code=trust_remote_code), options)
 
+
+def load_tokenizer(
+    model: str, *, chat_template: str | None = None, trust_remote_code: bool = False, what: str = "model.path"
+) -> Any:
+    """The tokenizer of a model directory or hub name, tried on a word.
+
+    Args:
+        model: where it is.
+        chat_template: path of a Jinja file that replaces the tokenizer's own.
+        trust_remote_code: run code that comes with it.
+        what: the key of the configuration, for messages.
+
+    Raises:
+        ConfigError: there is none that can be loaded, or it gives no tokens for text.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer can be loaded from {model!r}: {error}") from error
+    except Exception as error:  # a broken file ends in any of a dozen errors
+        raise ConfigError(
+            f"{what}: no tokenizer can be loaded from {model!r}: {_first_line(error)}; give a model with its "
+            "tokenizer's files, or say model.tokenizer"
+        ) from error
+    if not tokenizer("a word", add_special_tokens=False)["input_ids"]:
+        raise ConfigError(
+            f"{what}: the tokenizer in {model!r} makes no tokens of text, so its files are missing or empty; copy "
+            "tokenizer.json and tokenizer_config.json beside the model, or say model.tokenizer"
+        )
     if chat_template is not None:
         if not Path(chat_template).is_file():
-            raise ConfigError(f"chat_template: file {chat_template!r} does not exist")
+            raise ConfigError(f"model.chat_template: file {chat_template!r} does not exist")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Encoder(tokenizer, options)
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

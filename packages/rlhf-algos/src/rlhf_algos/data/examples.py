@@ -9,7 +9,8 @@ import torch
 from rlhf_core import Batch, DataError, pad_rows
 from torch import Tensor
 
-from rlhf_algos.data.encoding import Encoder, LengthLimit, TokenRow
+from rlhf_algos.data.encoding import Encoder, TokenRow
+from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.sources import Row
 
 
@@ -63,19 +64,19 @@ Encode = Callable[[Row, Encoder], Iterable[Example]]
 
 
 def encode_rows(
-    rows: Sequence[Row], encode: Encode, encoder: Encoder, limit: LengthLimit
+    rows: Sequence[Row], encode: Encode, encoder: Encoder, lengths: LengthSection
 ) -> tuple[list[Example], EncodingReport]:
-    """Encode all rows and bring them under the length limit.
+    """Encode all rows and bring them under the length limits.
 
     Raises:
-        DataError: a row that cannot be encoded, a sequence that is too long where the limit says "error", or
+        DataError: a row that cannot be encoded, a sequence that is too long where the section says error, or
             nothing left.
     """
     kept: list[Example] = []
     truncated = dropped = 0
     for row in rows:
         for example in encode(row, encoder):
-            fitted = fit(example, limit)
+            fitted = fit(example, lengths)
             if fitted is None:
                 dropped += 1
                 continue
@@ -83,37 +84,45 @@ def encode_rows(
             kept.append(fitted)
     if not kept:
         raise DataError(
-            f"all {len(rows)} rows of {rows[0].source} were dropped as longer than max_length "
-            f"{limit.max_length}; raise limit.max_length"
+            f"all {len(rows)} rows of {rows[0].source} were dropped as too long; raise lengths.max_length, now "
+            f"{lengths.longest}"
         )
     return kept, EncodingReport(rows=len(rows), examples=len(kept), truncated=truncated, dropped=dropped)
 
 
-def fit(example: Example, limit: LengthLimit) -> Example | None:
-    """The example within the limit, cut if need be; None if it is to be left out; itself if it fits.
+def fit(example: Example, lengths: LengthSection) -> Example | None:
+    """The example within the lengths, cut if need be; None if it is to be left out; itself if it fits.
 
     Raises:
-        DataError: it is too long and the limit says "error".
+        DataError: it is too long and the section says error.
     """
     longest = max(len(row.token_ids) for row in example.rows)
-    if longest <= limit.max_length:
-        return example
     prompt = max(row.prompt_length for row in example.rows)
-    if prompt >= limit.max_length:
-        if limit.long_prompts == "error":
-            raise DataError(
-                f"{example.name}: the prompt has {prompt} tokens and leaves no room for an answer in max_length "
-                f"{limit.max_length}; raise limit.max_length, or write limit.long_prompts: drop (or keep_end)"
-            )
-        if limit.long_prompts == "drop":
+    most = lengths.max_prompt_tokens
+    if most is not None and prompt > most:
+        if lengths.long_prompts == "keep_end":
+            return fit(_cut(example, slice(prompt - most, None)), lengths)
+        if lengths.long_prompts == "drop":
             return None
-        return _cut(example, slice(-limit.max_length, None))
-    if limit.long_rows == "error":
         raise DataError(
-            f"{example.name}: {longest} tokens are more than max_length {limit.max_length}; raise "
-            "limit.max_length, or write limit.long_rows: truncate (or drop)"
+            f"{example.name}: the prompt has {prompt} tokens, lengths.max_prompt_tokens is {most}; raise it, or "
+            "write lengths.long_prompts: drop (or keep_end)"
         )
-    return None if limit.long_rows == "drop" else _cut(example, slice(None, limit.max_length))
+    if longest <= lengths.longest:
+        return example
+    if prompt >= lengths.longest:
+        if lengths.long_prompts == "error":
+            raise DataError(
+                f"{example.name}: the prompt has {prompt} tokens and leaves no room for an answer in "
+                f"lengths.max_length={lengths.longest}; raise it, or write lengths.long_prompts: drop (or keep_end)"
+            )
+        return None if lengths.long_prompts == "drop" else _cut(example, slice(-lengths.longest, None))
+    if lengths.long_rows == "error":
+        raise DataError(
+            f"{example.name}: {longest} tokens are more than lengths.max_length={lengths.longest}; raise it, or "
+            "write lengths.long_rows: truncate (or drop)"
+        )
+    return None if lengths.long_rows == "drop" else _cut(example, slice(None, lengths.longest))
 
 
 def _cut(example: Example, part: slice) -> Example:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_core import ConfigError, DataError, nearest
+
+from rlhf_algos.data.conversations import in_our_form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSource:
     """One dataset: where it is and what its columns are called."""
+
+    short_form: ClassVar[str] = "path"
 
     path: str
     """A .jsonl, .json, .parquet or .csv file, a directory of these or of `save_to_disk`, or a hub name."""
@@ -27,38 +32,29 @@ class DataSource:
     """Our column name -> the dataset's, for instance {prompt: question}."""
     only: tuple[str, ...] = ()
     """Read these columns (our names) alone, where a row could be read in two ways; empty for all."""
-    input_key: str | None = None
-    """The dataset's name of the column `input`; as `columns: {input: ...}`, like the five that follow."""
-    output_key: str | None = None
-    prompt_key: str | None = None
-    chosen_key: str | None = None
-    rejected_key: str | None = None
-    label_key: str | None = None
-    weight: float = 1.0
-    """Relative probability of drawing from this dataset where several are mixed."""
+    weight: float | None = None
+    """Relative probability of drawing from this dataset where several are mixed. Without weights every row of all
+    of them comes once per pass; with weights, equal ones included, a dataset without one has weight 1."""
     limit: int | None = None
     """Read at most this many rows."""
 
     def __post_init__(self) -> None:
-        if self.weight <= 0:
-            raise ConfigError(f"data: weight of {self.path!r} must be positive, got {self.weight}")
+        if self.weight is not None and not (self.weight > 0 and math.isfinite(self.weight)):
+            raise ConfigError(f"data: weight of {self.path!r} must be positive and finite, got {self.weight}")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"data: limit of {self.path!r} must be at least 1, got {self.limit}")
-        self._fold_keys()
 
-    def _fold_keys(self) -> None:
-        """Turn `x_key` into an entry of `columns`, so that nothing else has to know of both ways to say it."""
-        columns = dict(self.columns)
-        for name in ("input", "output", "prompt", "chosen", "rejected", "label"):
-            if (theirs := getattr(self, f"{name}_key")) is None:
-                continue
-            if columns.setdefault(name, theirs) != theirs:
-                raise ConfigError(
-                    f"data: {self.path!r} has {name}_key: {theirs} and columns: {{{name}: {columns[name]}}}; "
-                    "keep one"
-                )
-            object.__setattr__(self, f"{name}_key", None)
-        object.__setattr__(self, "columns", columns)
+
+def mixing_weights(sources: Sequence[DataSource], sizes: Sequence[int]) -> tuple[float, ...]:
+    """How probable a draw from each dataset is, relative to the others: by size where no weight is written.
+
+    >>> sources = [DataSource(path="a.jsonl", weight=0.5), DataSource(path="b.jsonl", weight=0.5)]
+    >>> mixing_weights(sources, [90, 10]), mixing_weights([DataSource(path="a.jsonl")] * 2, [90, 10])
+    ((0.5, 0.5), (90.0, 10.0))
+    """
+    if all(source.weight is None for source in sources):
+        return tuple(float(size) for size in sizes)
+    return tuple(1.0 if source.weight is None else source.weight for source in sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +123,7 @@ def _renamed(source: DataSource) -> Iterator[Row]:
         for theirs in back:
             if theirs not in values:
                 raise DataError(_missing(Row(source=file, number=number, values=values), back[theirs], source))
-        ours = {back.get(name, name): value for name, value in values.items()}
+        ours = in_our_form({back.get(name, name): value for name, value in values.items()})
         if source.only:
             ours = {name: value for name, value in ours.items() if name in source.only}
         yield Row(source=file, number=number, values=ours)

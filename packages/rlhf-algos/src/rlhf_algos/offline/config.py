@@ -1,204 +1,249 @@
-"""Configuration of an offline training run."""
+"""Configuration of an offline training run: what `rlhf-algos METHOD` and `rlhf offline METHOD` read."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rlhf_core import ConfigError, DType, EngineConfig, LoraConfig, OptimizerConfig, Schedule
+from rlhf_core import ConfigError, EngineConfig
 
-from rlhf_algos.config.loader import from_mapping
-from rlhf_algos.data.encoding import LengthLimit
-from rlhf_algos.data.sources import DataSource
+from rlhf_algos.config.devices import choose_device, choose_dtype
+from rlhf_algos.config.loader import from_mapping, to_plain
+from rlhf_algos.config.sections import (
+    LORA_RATE_FACTOR,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    OptimizerSection,
+    PlacementSection,
+    TrainSection,
+)
+from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.offline.methods import Method, find_method, with_own_loss
 
+_NAMES = ("name", "loss_function")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LearningConfig:
-    """AdamW and the course of its learning rate."""
+class OfflineAlgorithmSection:
+    """Which method, and beside its name the fields of its loss config (`algorithm: {name: dpo, beta: 0.05}`)."""
 
-    learning_rate: float = 5e-7
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm; 0 switches clipping off."""
-    schedule: Schedule = "cosine"
-    warmup_ratio: float = 0.03
-    """Share of all steps over which the learning rate rises from 0."""
-    min_learning_rate_ratio: float = 0.1
-    """Where a linear or cosine schedule ends, relative to `learning_rate`."""
+    short_form: ClassVar[str] = "name"
+
+    name: str = "dpo"
+    """dpo, kto, simpo, cpo, orpo, sft, rm, prm, distill, or `module:attribute` of your own `Method`."""
+    loss_function: str | None = None
+    """Your own loss at `module:function` in place of the method's; rows and model stay the method's."""
+    loss: Any = field(default_factory=dict)
+    """The loss's config, or a mapping of its fields. In a file the fields stand beside `name`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup_ratio < 1:
-            raise ConfigError(f"learning: warmup_ratio must be in [0, 1), got {self.warmup_ratio}")
+        method = self.method
+        if isinstance(self.loss, Mapping) and is_dataclass(method.config):
+            loss = from_mapping(method.config, self.loss, source=f"method {self.name}", prefix="algorithm.")
+            object.__setattr__(self, "loss", loss)
+        elif not isinstance(self.loss, method.config):
+            raise ConfigError(
+                f"algorithm.loss of method {self.name!r} must be a {method.config.__name__} or a mapping of its "
+                f"fields, found {type(self.loss).__name__}"
+            )
 
-    def optimizer(self, total_steps: int) -> OptimizerConfig:
-        """The engine's configuration for a run of that many steps."""
-        warmup = min(math.ceil(self.warmup_ratio * total_steps), total_steps - 1)
-        return OptimizerConfig(
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            eps=self.eps,
-            max_grad_norm=self.max_grad_norm,
-            schedule=self.schedule,
-            warmup_steps=warmup,
-            total_steps=total_steps,
-            min_learning_rate_ratio=self.min_learning_rate_ratio,
-        )
+    @classmethod
+    def from_keys(cls, data: Mapping[str, Any], *, source: str, prefix: str) -> OfflineAlgorithmSection:
+        """The section from keys of a file, the loss's fields beside `name`."""
+        names = {key: value for key, value in data.items() if key in _NAMES}
+        section = from_mapping(_Names, names, source=source, prefix=prefix)
+        method = _method(section.name, section.loss_function)
+        fields: Any = {key: value for key, value in data.items() if key not in _NAMES}
+        if is_dataclass(method.config):
+            fields = from_mapping(method.config, fields, source=source, prefix=prefix)
+        return cls(name=section.name, loss_function=section.loss_function, loss=fields)
 
+    def to_keys(self) -> dict[str, Any]:
+        """The section as keys of a file."""
+        return {"name": self.name, "loss_function": self.loss_function} | to_plain(self.loss)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """How the model is run."""
-
-    dtype: DType = "float32"
-    device: str = "cpu"
-    max_tokens_per_micro_batch: int = 16384
-    gradient_checkpointing: bool = False
-    attention: str | None = None
-    """Transformers' attention implementation; None chooses, and packs sequences where the model allows it."""
-    packing: bool = True
-    """Run sequences unpadded and a shared prompt once, where the model allows it."""
-    lora: LoraConfig | None = None
-    """Train low-rank adapters only."""
-    max_skipped_steps: int = 5
-    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
-    trust_remote_code: bool = False
+    @property
+    def method(self) -> Method:
+        """The method itself."""
+        return _method(self.name, self.loss_function)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig:
-    """Evaluation during training; used if there is an eval set."""
+class _Names:
+    name: str = "dpo"
+    loss_function: str | None = None
+
+
+def _method(name: str, loss_function: str | None) -> Method:
+    method = find_method(name)
+    return method if loss_function is None else with_own_loss(method, loss_function)
+
+
+def _offline_optimizer() -> OptimizerSection:
+    return OptimizerSection(schedule="cosine", warmup=0.03, min_learning_rate_ratio=0.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineTrainSection(TrainSection):
+    """How the model is trained on its data."""
+
+    batch_size: int = 8
+    """Examples per optimizer step, over all ranks."""
+    epochs: int = 1
+    """Passes over the data."""
+    steps: int | None = None
+    """Stop after this many optimizer steps; the learning rate's course ends there too."""
+    optimizer: OptimizerSection = field(default_factory=_offline_optimizer)
+
+    def __post_init__(self) -> None:
+        TrainSection.__post_init__(self)
+        for name in ("batch_size", "epochs", "steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"train.{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineEvaluationSection(EvaluationSection):
+    """Evaluation on held-out examples; used if `evaluation.data` or `data.hold_out` gives any."""
 
     every: int = 100
-    """Optimizer steps between evaluations; there is always one at the end."""
+    """Optimizer steps between evaluations; 0 for one at the end. There is always one at the end."""
     batch_size: int = 64
     """Examples scored at once."""
-    best_metric: str | None = None
-    """Metric of the best model, for instance accuracy; None: the method's own. Kept in `output/best`."""
-    greater_is_better: bool | None = None
-    """None: False for a metric whose name ends in loss, else True."""
     patience: int = 0
     """Stop after this many evaluations without improvement; 0 never stops early."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Checkpoints to resume from."""
-
-    every: int = 0
-    """Optimizer steps between checkpoints; 0 writes none."""
-    keep: int = 2
-    """How many of the last ones to keep."""
+    def __post_init__(self) -> None:
+        EvaluationSection.__post_init__(self)
+        if self.batch_size < 1 or self.patience < 0:
+            raise ConfigError("evaluation: batch_size must be at least 1 and patience must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfflineConfig:
-    """A run of `rlhf-algos <method>`."""
+    """A run of `rlhf-algos METHOD` or `rlhf offline METHOD`."""
 
-    model: str
-    """Path of a Transformers directory, or a hub name."""
-    train: tuple[DataSource, ...]
-    """Datasets; several are mixed by their weights."""
+    renamed_keys: ClassVar[Mapping[str, str]]
+
+    model: ModelSection
+    data: DataSection
     output: Path
-    """Gets `model/` (a Transformers directory), `metrics.jsonl`, `checkpoints/` and `best/`."""
-    method: str = "dpo"
-    """See `offline_methods.METHODS`."""
-    eval: tuple[DataSource, ...] = ()
-    """Datasets to evaluate on."""
-    hold_out: float = 0.0
-    """Share of each training dataset that is evaluated on instead, drawn once by `seed`."""
-    loss: Any = field(default_factory=dict)
-    """Fields of the method's loss config, or an instance of it."""
-    loss_function: str | None = None
-    """Your own loss at `module:function`, in place of the method's; see `offline_methods.with_own_loss`."""
-    reference: str | None = None
-    """Reference model of DPO and KTO; None: the model as it is before training."""
+    """Gets `model/` (a Transformers directory), `metrics.jsonl`, `config.yaml`, `checkpoints/` and `best/`."""
+    algorithm: OfflineAlgorithmSection = field(default_factory=OfflineAlgorithmSection)
+    lengths: LengthSection = field(default_factory=LengthSection)
+    train: OfflineTrainSection = field(default_factory=OfflineTrainSection)
+    evaluation: OfflineEvaluationSection = field(default_factory=OfflineEvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    placement: PlacementSection = field(default_factory=PlacementSection)
     reference_cache: Path | None = None
-    """Where the reference's log-probs are kept; None: the user's cache directory."""
-    tokenizer: str | None = None
-    """None: the model's own."""
-    chat_template: str | None = None
-    """A Jinja file that replaces the tokenizer's chat template."""
-    prompt_template: str | None = None
-    """Text with `{}` in it, into which plain-text prompts are put."""
-    apply_chat_template: bool = False
-    """Take plain-text prompts and answers as messages of a user and an assistant."""
-    step_separator: str = "\n"
-    """Text that closes each step for `prm`; a special token of the tokenizer if it has one for that."""
-    step_placeholder: str | None = None
-    """For `prm` data with all steps in one text (`input`): the token that ends each step."""
-    limit: LengthLimit = field(default_factory=LengthLimit)
-    batch_size: int = 8
-    """Examples per optimizer step, over all ranks."""
-    epochs: int = 1
-    max_steps: int | None = None
-    """Stop after this many optimizer steps; the learning rate's course ends there too."""
-    shuffle: bool = True
-    """False: the order of the data."""
+    """Where log-probs of references and teachers are kept; null for the user's cache directory."""
     seed: int = 0
-    learning: LearningConfig = field(default_factory=LearningConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    resume: bool = False
-    """Continue from the last checkpoint in `output`, bit for bit; starts anew if there is none."""
+    """Seed of everything."""
     tensorboard: bool = True
+    """Write TensorBoard files beside `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
-        method = self.offline_method
-        if isinstance(self.loss, Mapping) and is_dataclass(method.config):
-            loss = from_mapping(method.config, self.loss, source=f"method {self.method}", prefix="loss.")
-            object.__setattr__(self, "loss", loss)
-        elif not isinstance(self.loss, method.config):
-            raise ConfigError(
-                f"loss of method {self.method!r} must be a {method.config.__name__} or a mapping of its fields, "
-                f"found {type(self.loss).__name__}"
-            )
-        if not self.train:
-            raise ConfigError("train is empty; write train: [{path: pairs.jsonl}]")
-        for name in ("batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.hold_out < 1:
-            raise ConfigError(f"hold_out must be in [0, 1), got {self.hold_out}")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        rate = self.method.learning_rate * (LORA_RATE_FACTOR if self.model.lora is not None else 1)
+        train = replace(self.train, optimizer=self.train.optimizer.with_default_rate(rate))
+        object.__setattr__(self, "train", train)
+        if self.model.critic is not None:
+            raise ConfigError("model.critic is PPO's (`rlhf train`); offline methods have no critic")
 
     @property
-    def offline_method(self) -> Method:
+    def method(self) -> Method:
         """The method itself."""
-        method = find_method(self.method)
-        return method if self.loss_function is None else with_own_loss(method, self.loss_function)
+        return self.algorithm.method
+
+    @property
+    def loss(self) -> Any:
+        """The loss's config."""
+        return self.algorithm.loss
 
     @property
     def quantized_reference(self) -> bool:
         """Whether the reference holds 4-bit weights: those that a policy with 4-bit weights starts from."""
-        own = self.reference in (None, self.model)
-        return own and self.run.lora is not None and self.run.lora.quantize is not None
+        own = self.model.reference in (None, self.model.path)
+        return own and self.model.lora is not None and self.model.lora.quantize is not None
+
+    @property
+    def device(self) -> str:
+        """Where the models run, `auto` resolved."""
+        return choose_device(self.placement.device, elsewhere=self.placement.ray_address is not None)
 
     def engine(self, total_steps: int | None, *, frozen: str | None = None) -> EngineConfig:
         """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""
-        run = self.run
+        model, train = self.model, self.train
         trained = total_steps is not None
         adapted = trained or (frozen is None and self.quantized_reference)
+        device = self.device
         return EngineConfig(
-            model=self.model if trained else frozen or self.reference or self.model,
-            role=self.offline_method.role_for(self.loss) if trained else "reference",
-            optimizer=self.learning.optimizer(total_steps) if total_steps is not None else None,
-            dtype=run.dtype,
-            device=run.device,
-            max_tokens_per_micro_batch=run.max_tokens_per_micro_batch,
-            gradient_checkpointing=run.gradient_checkpointing and trained,
-            attention=run.attention,
-            packing=run.packing,
-            lora=run.lora if adapted else None,
+            model=model.path if trained else frozen or model.reference or model.path,
+            role=self.method.role_for(self.loss) if trained else "reference",
+            optimizer=train.optimizer.config(total_steps) if total_steps is not None else None,
+            dtype=choose_dtype(model.dtype, device),
+            device=device,
+            max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
+            gradient_checkpointing=train.gradient_checkpointing and trained,
+            attention=model.attention,
             seed=self.seed,
-            max_skipped_steps=run.max_skipped_steps,
-            trust_remote_code=run.trust_remote_code,
+            max_skipped_steps=train.max_skipped_steps,
+            trust_remote_code=model.trust_remote_code,
+            lora=model.lora if adapted else None,
+            packing=train.packing,
+            average_decay=train.average_decay if trained else None,
+            sequence_parallel_size=train.sequence_parallel_size,
+            options=train.options,
         )
+
+
+OfflineConfig.renamed_keys = {
+    "model.policy": "model.path",
+    "train=": "data.train",
+    "eval": "evaluation.data",
+    "hold_out": "data.hold_out",
+    "method": "algorithm.name",
+    "loss": "its fields beside algorithm.name, for instance algorithm.beta",
+    "loss_function": "algorithm.loss_function",
+    "reference": "model.reference",
+    "tokenizer": "model.tokenizer",
+    "chat_template": "model.chat_template",
+    "prompt_template": "data.prompt_template",
+    "apply_chat_template": "data.chat",
+    "step_separator": "data.step_separator",
+    "step_placeholder": "data.step_placeholder",
+    "limit": "lengths",
+    "batch_size": "train.batch_size",
+    "epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "shuffle": "data.shuffle",
+    "learning": "train.optimizer (warmup_ratio is train.optimizer.warmup)",
+    "run.dtype": "model.dtype",
+    "run.device": "placement.device",
+    "run.lora": "model.lora",
+    "run.attention": "model.attention",
+    "run.trust_remote_code": "model.trust_remote_code",
+    "run.packing": "train.packing",
+    "run.gradient_checkpointing": "train.gradient_checkpointing",
+    "run.max_tokens_per_micro_batch": "train.max_tokens_per_micro_batch",
+    "run.max_skipped_steps": "train.max_skipped_steps",
+    "resume": "the flag --resume on the command line",
+    "output_dir": "output",
+    "scale.ranks": "train.ranks",
+    "scale.engine": "train.engine",
+    "scale.options": "train.options",
+    "scale.executor": "placement.executor",
+    "scale.ray_address": "placement.ray_address",
+    "scale.cpus_per_worker": "placement.cpus_per_worker",
+    "scale.gpus_per_worker": "placement.gpus_per_worker",
+    "scale.timeout_s": "placement.timeout_s",
+    "train.optimizer.warmup_ratio": "train.optimizer.warmup",
+    "train.optimizer.warmup_steps": "train.optimizer.warmup",
+    **{
+        f"data.train.*.{name}_key": f"columns: {{{name}: ...}} of the dataset"
+        for name in ("input", "output", "prompt", "chosen", "rejected", "label")
+    },
+}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of, merge_metrics
 
+from rlhf_algos.config.loader import dump_config
 from rlhf_algos.losses.offline.responses import response_log_probs
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_algos.offline.checkpoints import (
@@ -57,12 +58,17 @@ class TrainResult:
 
 
 def train(
-    config: OfflineConfig, *, on_event: OfflineEvent | None = None, engines: EngineFactory | None = None
+    config: OfflineConfig,
+    *,
+    resume: bool = False,
+    on_event: OfflineEvent | None = None,
+    engines: EngineFactory | None = None,
 ) -> TrainResult:
     """Run the whole training that `config` describes.
 
     Args:
         config: the run.
+        resume: continue from the last checkpoint in `config.output`, bit for bit; start anew if there is none.
         on_event: told of progress.
         engines: opens the engines, any `rlhf_core.TrainEngine`; None for `TorchEngine` in this process. A teacher
             (`distill`) always runs in this process.
@@ -72,28 +78,34 @@ def train(
         TrainingDivergedError: too many steps in a row were not finite.
     """
     checkpoints = config.output / "checkpoints"
-    if not config.resume and checkpoint_steps(checkpoints):
+    if not resume and checkpoint_steps(checkpoints):
         raise ConfigError(
-            f"{str(config.output)!r} holds checkpoints of an earlier run; write resume: true to continue it, or "
-            "another output"
+            f"{str(config.output)!r} holds checkpoints of an earlier run; write --resume to continue it (from "
+            "Python: "
+            "resume=True), or another output"
         )
-    engines = engines or EngineFactory()
+    if engines is None:
+        _check_one_process(config)
+        engines = EngineFactory()
     data = load_data(config)
-    ranks = join_ranks(torch.device(config.run.device))
+    ranks = join_ranks(torch.device(config.device))
     processes = ranks.size * engines.ranks
-    if min(config.batch_size, len(data.train)) < processes:
+    if min(config.train.batch_size, len(data.train)) < processes:
         raise ConfigError(
-            f"batch_size {config.batch_size} or the {len(data.train)} examples are fewer than the {processes} "
+            f"train.batch_size {config.train.batch_size} or the {len(data.train)} examples are fewer than the "
+            f"{processes} "
             "processes; every one needs an example"
         )
     total = _total_steps(config, len(data.train))
-    if config.offline_method.needs_reference(config.loss):
+    if rank_of(ranks) == 0:
+        write_settings(config)
+    if config.method.needs_reference(config.loss):
         data = add_reference(data, config, ranks, engines)
-    if config.offline_method.teacher(config.loss) is not None:
+    if config.method.teacher(config.loss) is not None:
         data = add_teacher(data, config, ranks)
     engine = engines.open(config.engine(total))
     plan = _plan(config, data, total, processes)
-    state = (load_checkpoint(checkpoints, engine, plan) if config.resume else None) or OfflineState(plan=plan)
+    state = (load_checkpoint(checkpoints, engine, plan) if resume else None) or OfflineState(plan=plan)
     run = _Run(
         config=config,
         data=data,
@@ -114,6 +126,39 @@ def train(
         engine.close()
 
 
+def _check_one_process(config: OfflineConfig) -> None:
+    """Refuse what needs workers, which this process does not start.
+
+    Raises:
+        ConfigError: several ranks, another engine, or Ray.
+    """
+    placement, train = config.placement, config.train
+    asked = {
+        f"train.ranks={train.ranks}": train.ranks > 1,
+        f"train.engine={train.engine}": train.engine not in ("auto", "torch"),
+        "placement.executor=ray": placement.executor == "ray",
+        f"placement.ray_address={placement.ray_address}": placement.ray_address is not None,
+    }
+    if found := [key for key, there in asked.items() if there]:
+        raise ConfigError(
+            f"{', '.join(found)}: `rlhf-algos` trains in this process (or in those of torchrun) with plain torch; "
+            f"run the same file as `rlhf offline {config.algorithm.name}`, which places workers"
+        )
+
+
+def write_settings(config: OfflineConfig) -> None:
+    """Leave `config.yaml`, every setting of the run, in its output directory.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output {str(config.output)!r} cannot be written: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
     config: OfflineConfig
@@ -131,19 +176,19 @@ class _Run:
 
 
 def _total_steps(config: OfflineConfig, examples: int) -> int:
-    total = steps_per_epoch(examples, config.batch_size) * config.epochs
-    return total if config.max_steps is None else min(total, config.max_steps)
+    total = steps_per_epoch(examples, config.train.batch_size) * config.train.epochs
+    return total if config.train.steps is None else min(total, config.train.steps)
 
 
 def _plan(config: OfflineConfig, data: OfflineData, total: int, processes: int) -> dict[str, Any]:
     """What a resumed run must have in common with the one it continues."""
     return {
-        "method": config.method,
+        "method": config.algorithm.name,
         "examples": len(data.train),
-        "batch_size": config.batch_size,
+        "batch_size": config.train.batch_size,
         "steps": total,
         "seed": config.seed,
-        "shuffle": config.shuffle,
+        "shuffle": config.data.shuffle,
         "processes": processes,
     }
 
@@ -157,7 +202,8 @@ def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
     while state.step < total and not state.stopped_early:
         values = _train_step(run)
         run.tell("train", values)
-        due = bool(run.data.eval) and (state.step % config.evaluation.every == 0 or state.step == total)
+        every = config.evaluation.every
+        due = bool(run.data.eval) and (state.step == total or bool(every and state.step % every == 0))
         if due:
             evaluated = evaluate(run.engine, run.data, config, run.ranks)
             _judge(run, evaluated)
@@ -181,15 +227,15 @@ def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
 
 def _train_step(run: _Run) -> dict[str, float]:
     config, state = run.config, run.state
-    per_epoch = steps_per_epoch(len(run.data.train), config.batch_size)
+    per_epoch = steps_per_epoch(len(run.data.train), config.train.batch_size)
     epoch, step = divmod(state.step, per_epoch)
-    indices = batch_indices(run.data.order(config, epoch), step=step, batch_size=config.batch_size)
+    indices = batch_indices(run.data.order(config, epoch), step=step, batch_size=config.train.batch_size)
     # A last batch smaller than the number of processes takes examples of the epoch's start, so that all have one.
     while len(indices) < run.processes:
         indices.append(run.data.order(config, epoch)[len(indices)])
     batch = global_batch([run.data.train[i] for i in indices], run.data, config, run.engine, run.ranks)
     own = batch.select_units(own_units(batch, run.ranks))
-    report = run.engine.step(own, config.offline_method.loss(config.loss))
+    report = run.engine.step(own, config.method.loss(config.loss))
     state.step += 1
     return _values(report) | {"epoch": state.step / per_epoch}
 
@@ -211,7 +257,7 @@ def evaluate(engine: TrainEngine, data: OfflineData, config: OfflineConfig, rank
     Where there is a reference, `kl` is the mean over answers of log(reference / policy), in nats: an estimate of
     KL(reference || policy) on the answers of the data.
     """
-    loss = config.offline_method.loss(config.loss)
+    loss = config.method.loss(config.loss)
     parts: list[Mapping[str, Mean]] = []
     size = config.evaluation.batch_size
     for start in range(0, len(data.eval), size):
@@ -232,13 +278,12 @@ def evaluate(engine: TrainEngine, data: OfflineData, config: OfflineConfig, rank
 def _judge(run: _Run, evaluated: Mapping[str, float]) -> None:
     """Keep the best model so far, and count evaluations without improvement."""
     settings, state = run.config.evaluation, run.state
-    name = settings.best_metric or run.config.offline_method.best_metric
+    name = settings.best_metric or run.config.method.best_metric
     if name not in evaluated:
         raise ConfigError(
             f"evaluation.best_metric {name!r} is not among the eval metrics: {', '.join(sorted(evaluated))}"
         )
-    greater = settings.greater_is_better
-    sign = 1.0 if (not name.endswith("loss") if greater is None else greater) else -1.0
+    sign = settings.better_sign(name)
     value = evaluated[name]
     if math.isfinite(value) and (state.best is None or sign * value > sign * state.best):
         state.best, state.best_step, state.evaluations_without_gain = value, state.step, 0

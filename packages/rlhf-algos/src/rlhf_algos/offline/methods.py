@@ -68,6 +68,8 @@ class Method:
     """Fields of ModelOutputs that the loss reads, unless its config says so itself."""
     best_metric: str = "loss"
     """Metric by which the best model is chosen unless another one is asked for."""
+    learning_rate: float = 1e-6
+    """Where the configuration names none; of full training, low-rank adapters take more."""
 
     def role_for(self, config: Any) -> Role:
         """Which kind of model is trained under this config."""
@@ -110,6 +112,7 @@ METHODS: Mapping[str, Method] = {
         config=DPOConfig,
         needs_reference=lambda config: config.needs_reference,
         prepare=_prepare_dpo,
+        learning_rate=5e-7,  # Tunstall et al. 2023 (Zephyr), OpenRLHF
     ),
     "kto": Method(
         encode=unpaired_examples,
@@ -118,17 +121,42 @@ METHODS: Mapping[str, Method] = {
         needs_reference=lambda config: True,
         needs_partners=lambda config: config.needs_kl_baseline,
         prepare=_prepare_kto,
+        learning_rate=1e-6,  # TRL KTOConfig
     ),
-    "simpo": Method(encode=preference_examples, function=simpo, config=SimPOConfig, prepare=_prepare_pairs),
-    "cpo": Method(encode=preference_examples, function=cpo, config=CPOConfig, prepare=_prepare_pairs),
-    "orpo": Method(encode=preference_examples, function=orpo, config=ORPOConfig, prepare=_prepare_pairs),
-    "sft": Method(encode=supervised_examples, function=sft, config=SFTConfig),
+    "simpo": Method(
+        encode=preference_examples,
+        function=simpo,
+        config=SimPOConfig,
+        prepare=_prepare_pairs,
+        learning_rate=1e-6,  # Meng et al. 2024 (3e-7 to 1e-6)
+    ),
+    "cpo": Method(
+        encode=preference_examples,
+        function=cpo,
+        config=CPOConfig,
+        prepare=_prepare_pairs,
+        learning_rate=1e-6,  # TRL CPOConfig
+    ),
+    "orpo": Method(
+        encode=preference_examples,
+        function=orpo,
+        config=ORPOConfig,
+        prepare=_prepare_pairs,
+        learning_rate=8e-6,  # Hong et al. 2024
+    ),
+    "sft": Method(
+        encode=supervised_examples,
+        function=sft,
+        config=SFTConfig,
+        learning_rate=2e-5,  # TRL SFTConfig; Alpaca
+    ),
     "rm": Method(
         encode=preference_examples,
         function=bradley_terry,
         config=BradleyTerryConfig,
         role="reward",
         outputs=("scores",),
+        learning_rate=9e-6,  # OpenRLHF train_rm
         best_metric="accuracy",
     ),
     "prm": Method(
@@ -137,6 +165,7 @@ METHODS: Mapping[str, Method] = {
         config=ProcessRewardLossConfig,
         role="reward",
         outputs=("values",),
+        learning_rate=1e-6,  # OpenRLHF train_prm
         best_metric="step_accuracy",
     ),
     "distill": Method(
@@ -145,6 +174,7 @@ METHODS: Mapping[str, Method] = {
         config=DistillConfig,
         teacher=lambda config: config.teacher,
         prepare=_prepare_distill,
+        learning_rate=2e-5,  # TRL GKDConfig, which is SFTConfig's
     ),
 }
 """Name to method."""
@@ -181,13 +211,16 @@ def with_own_loss(method: Method, path: str) -> Method:
         PluginError: it cannot be imported.
         ConfigError: it is no function.
     """
-    function, own = load_own_function(path, what="loss_function", parameters=("outputs", "batch", "config"))
+    function, own = load_own_function(
+        path, what="algorithm.loss_function", parameters=("outputs", "batch", "config")
+    )
     kind = own or dict
     outputs = tuple(getattr(function, "outputs", method.outputs))
     if issubclass(kind, method.config):
         return replace(method, function=function, config=kind, outputs=outputs)
     return Method(
         encode=method.encode,
+        learning_rate=method.learning_rate,
         function=function,
         config=kind,
         role=method.role,

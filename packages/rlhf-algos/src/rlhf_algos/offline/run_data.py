@@ -9,9 +9,10 @@ from functools import lru_cache
 import torch
 from rlhf_core import Batch, ConfigError, Ranks, TrainEngine, deal
 
+from rlhf_algos.config.sections import DataSection
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
 from rlhf_algos.data.examples import EncodingReport, Example, collate_examples, encode_rows
-from rlhf_algos.data.sources import DataSource, read_rows
+from rlhf_algos.data.sources import DataSource, mixing_weights, read_rows
 from rlhf_algos.offline.config import OfflineConfig
 from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.methods import with_partners
@@ -39,7 +40,7 @@ class OfflineData:
 
     def order(self, config: OfflineConfig, epoch: int) -> list[int]:
         """Indices into `train` in the order of that epoch."""
-        if not config.shuffle:
+        if not config.data.shuffle:
             return list(range(len(self.train)))
         return _kept_order(self.sizes, self.weights, config.seed, epoch)
 
@@ -56,37 +57,39 @@ def load_data(config: OfflineConfig) -> OfflineData:
     Raises:
         UserError: anything wrong with paths, tokenizer or rows.
     """
-    check_model_path(config.model)
-    if config.reference is not None:
-        check_model_path(config.reference, what="reference")
-    if config.offline_method.teacher(config.loss) is not None:
-        check_teacher(config.loss, config.model)
+    model, settings = config.model, config.data
+    check_model_path(model.path, what="model.path")
+    if model.reference is not None:
+        check_model_path(model.reference, what="model.reference")
+    if config.method.teacher(config.loss) is not None:
+        check_teacher(config.loss, model.path)
     encoder = load_encoder(
-        config.tokenizer or config.model,
-        chat_template=config.chat_template,
+        model.tokenizer or model.path,
+        chat_template=model.chat_template,
         options=EncodingOptions(
-            prompt_template=config.prompt_template,
-            apply_chat_template=config.apply_chat_template,
-            step_separator=config.step_separator,
-            step_placeholder=config.step_placeholder,
+            prompt_template=settings.prompt_template,
+            chat=settings.chat,
+            system_prompt=settings.system_prompt,
+            step_separator=settings.step_separator,
+            step_placeholder=settings.step_placeholder,
             label_tokens=tuple(getattr(config.loss, "label_tokens", ())),
         ),
-        trust_remote_code=config.run.trust_remote_code,
+        trust_remote_code=model.trust_remote_code,
     )
     reports: dict[str, EncodingReport] = {}
-    trained = [_encode(source, config, encoder, reports) for source in config.train]
-    evaluated = [example for source in config.eval for example in _encode(source, config, encoder, reports)]
-    if config.hold_out:
+    trained = [_encode(source, config, encoder, reports) for source in settings.train]
+    sources = config.evaluation.data
+    evaluated = [example for source in sources for example in _encode(source, config, encoder, reports)]
+    if settings.hold_out:
         for index, part in enumerate(trained):
-            trained[index], held = _split(part, config.hold_out, seed=config.seed)
+            trained[index], held = _split(part, settings, seed=config.seed)
             evaluated += held
     train = [example for part in trained for example in part]
     sizes = tuple(len(part) for part in trained)
-    mixed = len({source.weight for source in config.train}) > 1
-    weights = tuple(s.weight for s in config.train) if mixed else tuple(float(size) for size in sizes)
-    if config.offline_method.needs_partners(config.loss):
-        if config.batch_size < 2:
-            raise ConfigError("kto compares examples of a batch; write batch_size: 2 or more")
+    weights = mixing_weights(settings.train, sizes)
+    if config.method.needs_partners(config.loss):
+        if config.train.batch_size < 2:
+            raise ConfigError("kto compares examples of a batch; write train.batch_size: 2 or more")
         train, evaluated = _partnered(train, config), _partnered(evaluated, config)
     return OfflineData(encoder=encoder, train=train, sizes=sizes, weights=weights, eval=evaluated, reports=reports)
 
@@ -95,18 +98,16 @@ def _encode(
     source: DataSource, config: OfflineConfig, encoder: Encoder, reports: dict[str, EncodingReport]
 ) -> list[Example]:
     rows = read_rows(source)
-    examples, report = encode_rows(rows, config.offline_method.encode, encoder, config.limit)
+    examples, report = encode_rows(rows, config.method.encode, encoder, config.lengths)
     name = source.path if source.path not in reports else f"{source.path} ({len(reports) + 1})"
     reports[name] = report
     return examples
 
 
-def _split(examples: list[Example], share: float, *, seed: int) -> tuple[list[Example], list[Example]]:
-    """(rest, a drawn share of the examples); examples of one row of the data stay together."""
+def _split(examples: list[Example], data: DataSection, *, seed: int) -> tuple[list[Example], list[Example]]:
+    """(rest, what `data.hold_out` draws); examples of one row of the data stay together."""
     names = list(dict.fromkeys(example.row_name for example in examples))
-    count = max(1, round(share * len(names)))
-    if count >= len(names):
-        raise ConfigError(f"hold_out {share} of {len(names)} rows leaves nothing to train on; lower it")
+    count = data.held_out_rows(len(names))
     order = epoch_order([len(names)], [1.0], seed=seed, epoch=-2)
     held = {names[index] for index in order[:count]}
     return (
@@ -117,23 +118,24 @@ def _split(examples: list[Example], share: float, *, seed: int) -> tuple[list[Ex
 
 def _partnered(examples: list[Example], config: OfflineConfig) -> list[Example]:
     order = list(range(len(examples)))
-    if config.shuffle:
+    if config.data.shuffle:
         order = epoch_order([len(order)], [1.0], seed=config.seed, epoch=-1) if order else []
-    return with_partners(examples, order, group=config.batch_size, max_length=config.limit.max_length)
+    return with_partners(examples, order, group=config.train.batch_size, max_length=config.lengths.longest)
 
 
 def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engines: EngineFactory) -> OfflineData:
     """Give all examples the reference's log-probs, from the cache or from the reference model."""
-    model = config.reference or config.model
+    model = config.model.reference or config.model.path
     everything = data.train + data.eval
-    numbers = config.run.dtype
-    if config.quantized_reference and config.run.lora is not None:
-        numbers = f"{config.run.lora.quantize} {numbers}"
+    engine = config.engine(None)
+    numbers: str = engine.dtype
+    if config.quantized_reference and config.model.lora is not None:
+        numbers = f"{config.model.lora.quantize} {numbers}"
     scored = with_reference(
         everything,
         directory=config.reference_cache or default_cache(),
         key=cache_key(model, numbers, everything),
-        open_engine=lambda: engines.open(config.engine(None)),
+        open_engine=lambda: engines.open(engine),
         ranks=ranks,
     )
     return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])
@@ -142,12 +144,13 @@ def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engine
 def add_teacher(data: OfflineData, config: OfflineConfig, ranks: Ranks) -> OfflineData:
     """Give all examples the teacher's most likely tokens, from the cache or from the teacher."""
     everything = data.train + data.eval
+    engine = config.engine(None, frozen=config.loss.teacher)
     scored = with_teacher(
         everything,
         config.loss,
         directory=config.reference_cache or default_cache(),
-        dtype=config.run.dtype,
-        open_engine=lambda: TorchEngine(config.engine(None, frozen=config.loss.teacher)),
+        dtype=engine.dtype,
+        open_engine=lambda: TorchEngine(engine),
         ranks=ranks,
     )
     return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])
@@ -162,7 +165,7 @@ def global_batch(
         return score_rows(engine, rows, ranks)
 
     batch = collate_examples(examples, pad_token_id=data.encoder.pad_token_id)
-    return config.offline_method.prepare(batch, examples, scorer, config.loss)
+    return config.method.prepare(batch, examples, scorer, config.loss)
 
 
 def own_units(batch: Batch, ranks: Ranks) -> list[int]:

@@ -46,7 +46,7 @@ class DistillConfig(DivergenceConfig):
     def __post_init__(self) -> None:
         DivergenceConfig.__post_init__(self)
         if not self.teacher:
-            raise ConfigError("distill needs a teacher; write loss.teacher: path/of/the/teacher")
+            raise ConfigError("distill needs a teacher; write algorithm.teacher: path/of/the/teacher")
         if self.top_k < 1 or not 0 <= self.kd_coef <= 1:
             raise ConfigError(
                 f"distill: top_k must be at least 1 and kd_coef in [0, 1], got {self.top_k} and {self.kd_coef}"
@@ -83,7 +83,7 @@ def check_teacher(config: DistillConfig, student: str) -> None:
 
     from rlhf_algos.torch_engine.model import check_model_path
 
-    check_model_path(config.teacher, what="loss.teacher")
+    check_model_path(config.teacher, what="algorithm.teacher")
     sizes = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in (config.teacher, student)]
     if sizes[0] != sizes[1]:
         raise ConfigError(

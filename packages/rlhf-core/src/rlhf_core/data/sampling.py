@@ -87,5 +87,5 @@ class LogProbMeaning:
 
     @property
     def restricted(self) -> bool:
-        """True if some tokens had probability zero, which a trainer does not know: truncated, or with min_tokens."""
+        """True if some tokens had probability zero, unknown to a trainer: truncated, or with min_tokens."""
         return self.truncated or self.min_tokens > 0

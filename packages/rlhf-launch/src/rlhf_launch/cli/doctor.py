@@ -23,7 +23,7 @@ def mismatch(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as dotted.key=value.")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts, of rollout.samples_per_prompt samples each.")] = 8,
     sampler_model: Annotated[
-        str | None, typer.Option(help="What the sampler loads, if it is not model.policy.")
+        str | None, typer.Option(help="What the sampler loads, if it is not model.path.")
     ] = None,
 ) -> None:
     """Compare the log-probs of the sampler with those of the trainer and say where a difference comes from."""
@@ -31,10 +31,10 @@ def mismatch(
     def work() -> None:
         from rlhf_algos import load_config
 
-        from rlhf_launch.config.run import RunConfig
+        from rlhf_launch.config.run import OnlineConfig
         from rlhf_launch.mismatch.run import check_mismatch
 
-        run = load_config(RunConfig, config, overrides or [])
+        run = load_config(OnlineConfig, config, overrides or [])
         check_mismatch(run, prompts=prompts, sampler_model=sampler_model)
 
     run_command(work)

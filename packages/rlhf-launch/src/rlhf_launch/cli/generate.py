@@ -18,9 +18,9 @@ def generate(
             help="YAML file (one for `rlhf train` will do), settings as dotted.key=value, or both.",
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model to sample from (model.policy).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to sample from (model.path).")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="JSONL or Parquet file, or hub dataset (data.prompts).")
+        str | None, typer.Option(help="JSONL or Parquet file, or hub dataset (data.train).")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSONL file to write or complete.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per prompt (rollout.samples_per_prompt).")] = None,
@@ -35,8 +35,8 @@ def generate(
     Run it again after an interruption: it goes on where it stopped.
     """
     flags: dict[str, Any] = {
-        "model.policy": model,
-        "data.prompts": prompts,
+        "model.path": model,
+        "data.train": prompts,
         "output": output and str(output),
         "rollout.samples_per_prompt": samples,
         "rollout.sampling.max_tokens": max_tokens,
@@ -53,11 +53,11 @@ def generate(
     def work() -> None:
         from rlhf_algos import load_config
 
-        from rlhf_launch.generate.run import NOT_FOR_GENERATION, GenerateConfig
+        from rlhf_launch.config.generate import GenerateConfig, ignored_by_generation
         from rlhf_launch.generate.run import generate as generate_samples
 
         defaults = [] if path else ["rollout.samples_per_prompt=1", "placement.executor=local"]
-        loaded = load_config(GenerateConfig, path, [*defaults, *arguments, *given], ignore=NOT_FOR_GENERATION)
+        loaded = load_config(GenerateConfig, path, [*defaults, *arguments, *given], ignore=ignored_by_generation())
         report = generate_samples(loaded)
         score = "" if report.mean_score is None else f", mean score {report.mean_score:.4f}"
         typer.echo(f"{report.written} rows written to {loaded.output}: {report.tokens} tokens{score}")

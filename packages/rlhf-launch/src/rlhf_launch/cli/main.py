@@ -43,16 +43,16 @@ def train(
     def work() -> None:
         from rlhf_algos import dump_config, load_config
 
-        from rlhf_launch.config.run import RunConfig
+        from rlhf_launch.config.run import OnlineConfig
 
-        run_config = load_config(RunConfig, config, overrides or [])
+        run_config = load_config(OnlineConfig, config, overrides or [])
         if print_config:
             typer.echo(dump_config(run_config), nl=False)
             return
         from rlhf_launch.online import run as online
 
         online.train(run_config, resume=resume)
-        Console(highlight=False).print(f"model, metrics and plot are in {run_config.output_dir}", soft_wrap=True)
+        Console(highlight=False).print(f"model, metrics and plot are in {run_config.output}", soft_wrap=True)
 
     run_command(work)
 

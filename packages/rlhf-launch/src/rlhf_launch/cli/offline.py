@@ -12,9 +12,9 @@ from rlhf_launch.cli.errors import run_command
 
 def offline(
     method: Annotated[str, typer.Argument(help="sft, rm, prm, dpo, simpo, cpo, orpo, kto, distill, module:METHOD")],
-    config: Annotated[Path, typer.Argument(help="YAML file, as for `rlhf-algos`, with a section `scale`.")],
+    config: Annotated[Path, typer.Argument(help="YAML file, the same as for `rlhf-algos`.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings on top of the file, as dotted.key=value (scale.ranks=8).")
+        list[str] | None, typer.Argument(help="Settings on top of the file, as dotted.key=value (train.ranks=8).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     print_config: Annotated[
@@ -24,12 +24,9 @@ def offline(
     """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
 
     def work() -> None:
-        from rlhf_algos import dump_config, load_config
+        from rlhf_algos import OfflineConfig, dump_config, load_config
 
-        from rlhf_launch.offline.run import ScaledOfflineConfig
-
-        fixed = [f"method={method}", *(["resume=true"] if resume else [])]
-        settings = load_config(ScaledOfflineConfig, config, [*(overrides or []), *fixed])
+        settings = load_config(OfflineConfig, config, [*(overrides or []), f"algorithm.name={method}"])
         if print_config:
             typer.echo(dump_config(settings), nl=False)
             return
@@ -38,7 +35,7 @@ def offline(
         from rlhf_launch.offline.run import train_offline
 
         with ProgressBar(quiet=False) as bar:
-            result = train_offline(settings, on_event=bar.on_event)
+            result = train_offline(settings, resume=resume, on_event=bar.on_event)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         typer.echo(f"{result.steps} steps; {numbers}")
         typer.echo(f"model: {result.model}" + (f"; best: {result.best}" if result.best else ""))

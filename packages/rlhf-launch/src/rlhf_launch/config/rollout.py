@@ -66,26 +66,12 @@ class RolloutSection:
     """Off if not given."""
     overlap: Overlap | None = None
     """Generation and training alternate if not given."""
-    max_model_len: int = 0
-    """Prompt plus response tokens; 0 means data.max_prompt_tokens + sampling.max_tokens."""
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chosen backend."""
 
     def __post_init__(self) -> None:
-        for name in ("engines", "samples_per_prompt"):
+        for name in ("engines", "samples_per_prompt", "max_num_seqs", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
-
-    def check_room(self, needed: int) -> None:
-        """Refuse a `max_model_len` in which the longest sample has no room.
-
-        Raises:
-            ConfigError: it is given and less than `needed`.
-        """
-        if self.max_model_len and self.max_model_len < needed:
-            raise ConfigError(
-                f"rollout.max_model_len={self.max_model_len} is less than the {needed} tokens of the longest "
-                "sample (data.max_prompt_tokens + rollout.sampling.max_tokens)"
-            )

@@ -1,88 +1,128 @@
-"""The configuration of an online run: what `rlhf train CONFIG` reads, one frozen dataclass per section."""
+"""The configuration of an online run: what `rlhf train CONFIG` reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar
 
-from rlhf_algos import GRPO, PPO, OffPolicyCorrection
-from rlhf_core import ConfigError, DType, LoraConfig, OptimizerConfig
+from rlhf_algos import (
+    LORA_RATE_FACTOR,
+    CheckpointSection,
+    DataSection,
+    DataSource,
+    EvaluationSection,
+    LengthSection,
+    ModelSection,
+    OffPolicyCorrection,
+    OptimizerSection,
+    PlacementSection,
+    Recipe,
+    TrainSection,
+    make_recipe,
+    to_plain,
+)
+from rlhf_core import ConfigError
 
+from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
-from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.config.weight_sync import WeightSyncSection
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSection:
-    """The models of the run. A path is tried first, then a hub name."""
-
-    policy: str
-    """Causal language model to improve."""
-    reference: str | None = None
-    """Model that the KL penalty is measured against; the policy's start if not given."""
-    critic: str | None = None
-    """Start of the critic (PPO); the reward model, else the policy's backbone, if not given."""
-    dtype: DType = "float32"
-    attention: str | None = None
-    """Attention implementation of the training engines; null chooses."""
-    trust_remote_code: bool = False
-    lora: LoraConfig | None = None
-    """Train low-rank adapters of policy and critic only."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSection:
-    """Prompts to train on, and held-out ones to evaluate on."""
-
-    prompts: str
-    """JSONL or Parquet file, or a hub dataset's name."""
-    split: str = "train"
-    eval_rows: int = 0
-    """Rows held out from the end of `prompts`, evaluated greedily under the name `held-out`."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Our name: the file's column. `prompt` (text, or chat messages as a list of {role, content}) is what the model
-    sees; every column goes to the reward function by its name here."""
-    limit: int | None = None
-    """Read at most this many rows of `prompts`."""
-    chat: bool = False
-    """Wrap plain text as a user message and apply the tokenizer's chat template; messages always get it."""
-    system_prompt: str | None = None
-    max_prompt_tokens: int = 1024
-    overlong: Literal["error", "drop"] = "error"
-    """What to do with a prompt of more tokens; dropped ones are counted and reported."""
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.max_prompt_tokens < 1:
-            raise ConfigError(f"data.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+POLICY_RATE = 1e-6
+"""TRL's GRPOConfig and OpenRLHF's actor."""
+CRITIC_RATE = 9e-6
+"""OpenRLHF's critic (its paper, table of hyper-parameters)."""
+MAX_PROMPT_TOKENS = 1024
+MAX_EPISODE_TOKENS = 4096
+HELD_OUT = "held-out"
+"""Name of the set that `data.hold_out` and `evaluation.data` make."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmSection:
-    """Which algorithm, and the hyper-parameters of each."""
+    """Which online algorithm, and beside its name the fields that differ from it (`{name: dapo, kl_coef:
+    0.01}`)."""
 
-    name: Literal["grpo", "ppo"] = "grpo"
-    grpo: GRPO = field(default_factory=GRPO)
-    ppo: PPO = field(default_factory=PPO)
+    short_form: ClassVar[str] = "name"
+
+    name: str = "grpo"
+    """A name of docs/algorithms.md (grpo, ppo, dapo, rloo, remax, ...), or `module:Class` of your own `Recipe`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the recipe that differ from the named one's. In a file they stand beside `name`."""
+
+    def __post_init__(self) -> None:
+        _ = self.recipe  # refuses what the recipe refuses
+
+    @classmethod
+    def from_keys(cls, data: Mapping[str, Any], *, source: str, prefix: str) -> AlgorithmSection:
+        """The section from keys of a file, the recipe's fields beside `name`."""
+        options = dict(data)
+        name = options.pop("name", "grpo")
+        if not isinstance(name, str):
+            raise ConfigError(f"{source}: {prefix}name must be text, found {name!r}")
+        try:
+            return cls(name=name, options=options)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+
+    def to_keys(self) -> dict[str, Any]:
+        """The section as keys of a file: every field of the recipe."""
+        return {"name": self.name} | to_plain(self.recipe)
 
     @property
-    def recipe(self) -> GRPO | PPO:
-        """The chosen one."""
-        return self.grpo if self.name == "grpo" else self.ppo
+    def min_samples_per_prompt(self) -> int:
+        """Fewer samples of a prompt give the algorithm nothing to compare."""
+        return self.recipe.min_samples_per_prompt
+
+    @property
+    def recipe(self) -> Recipe:
+        """The algorithm itself."""
+        return make_recipe(self.name, self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationSection:
+class OnlineTrainSection(TrainSection):
+    """How policy and critic are trained on the samples of each step."""
+
+    steps: int = 100
+    """Steps of the loop: sample, score, update, send the weights."""
+    prompts_per_step: int = 32
+    epochs_per_step: int = 1
+    """Passes over the samples of a step."""
+    minibatches: int = 1
+    """Optimizer steps per pass over the samples of a step."""
+    critic_optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    critic_warmup_steps: int = 0
+    """Steps at the start in which only the critic is trained."""
+    routing_replay: bool = False
+    """Mixture-of-experts policies: the update runs tokens through the experts that scoring them chose."""
+
+    def __post_init__(self) -> None:
+        TrainSection.__post_init__(self)
+        for name in ("steps", "prompts_per_step", "minibatches", "epochs_per_step"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.critic_warmup_steps < self.steps:
+            raise ConfigError(
+                f"train.critic_warmup_steps={self.critic_warmup_steps} must lie between 0 and train.steps="
+                f"{self.steps}, which leaves the policy a step to train"
+            )
+
+    def updates(self, steps: int) -> int:
+        """Optimizer steps in this many steps of the loop."""
+        return steps * self.epochs_per_step * self.minibatches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSet:
     """One set of held-out prompts with its own sampling."""
 
-    prompts: str
-    """JSONL or Parquet file, or a hub dataset's name."""
-    split: str = "test"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """As in `data.columns`."""
-    limit: int | None = None
+    short_form: ClassVar[str] = "data"
+
+    data: tuple[DataSource, ...]
+    """As in `data.train`."""
     samples: int = 1
     """Per prompt; from 2 on, pass@k is reported for k = 1, 2, 4, ... up to it."""
     temperature: float = 0.0
@@ -93,117 +133,109 @@ class EvaluationSection:
     """A sample passes with a score above this."""
 
     def __post_init__(self) -> None:
+        if not self.data:
+            raise ConfigError("evaluation.sets: data is empty; give a file or hub name")
         if self.samples < 1:
-            raise ConfigError(f"evaluations: samples must be at least 1, got {self.samples}")
+            raise ConfigError(f"evaluation.sets: samples must be at least 1, got {self.samples}")
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
-                "evaluations: several samples of a prompt need temperature > 0; greedy ones are equal"
+                "evaluation.sets: several samples of a prompt need temperature > 0; greedy ones are equal"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSection:
-    """How the models are trained."""
+class OnlineEvaluationSection(EvaluationSection):
+    """Evaluation on held-out prompts. Those of `evaluation.data` and `data.hold_out` are the set `held-out`,
+    sampled greedily; further sets have names and sampling of their own. `best_metric`: `reward`, `reward/<part>` or
+    `eval/<set>/<metric>`."""
 
-    engine: str = "auto"
-    """`auto` (deepspeed where installed, else torch), an installed engine's name, or `module:Class`."""
-    ranks: int = 1
-    """Data-parallel ranks of the policy, and of the critic."""
-    prompts_per_step: int = 32
-    minibatches: int = 1
-    """Optimizer steps per pass over the samples of a step."""
-    epochs: int = 1
-    """Passes over the samples of a step."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
-    critic_warmup_steps: int = 0
-    """Steps at the start in which only the critic is trained."""
-    max_tokens_per_micro_batch: int = 16384
-    gradient_checkpointing: bool = False
-    packing: bool = True
-    """Run rows unpadded, and prompts that rows share once, where the model allows it."""
-    average_decay: float | None = None
-    """Keep an exponential moving average of the policy's weights with this decay; written to `model-average/`."""
-    sequence_parallel_size: int = 1
-    """Consecutive ranks of policy and critic that share their rows, each with a slice of the tokens."""
-    routing_replay: bool = False
-    """Mixture-of-experts policies: the update runs tokens through the experts that scoring them chose."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the chosen engine (for deepspeed: stage, offload_optimizer, ...)."""
+    sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
+    """Further sets of held-out prompts, by name."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "prompts_per_step", "minibatches", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name} must be at least 1, got {getattr(self, name)}")
+        EvaluationSection.__post_init__(self)
+        for name in self.sets:
+            if not name or "/" in name or name == HELD_OUT:
+                raise ConfigError(f"evaluation.sets: {name!r} is no name for a set; take another one without '/'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementSection:
-    """Where the workers run."""
+class OnlineConfig:
+    """A run of `rlhf train`."""
 
-    executor: Literal["auto", "local", "ray"] = "auto"
-    """`local`: all in this process; `ray`: an actor per worker; `auto`: ray where installed."""
-    ray_address: str | None = None
-    """An existing cluster (`auto` finds one on this host); null starts a local one."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpus_per_worker: float = 0.25
-    """CPU cores reserved per worker. Workers mostly take turns, so a share of a core is enough on a CPU box."""
-    gpus_per_worker: float = 1.0
-    """GPUs reserved per worker (on cuda)."""
-    max_restarts: int = 3
-    """Rollout engines that are replaced in a run after they died."""
-    timeout_s: float = 900.0
-    """Deadline of every wait on workers."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """A whole run."""
+    renamed_keys: ClassVar[Mapping[str, str]] = RENAMED
 
     model: ModelSection
     data: DataSection
     reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    lengths: LengthSection = field(default_factory=LengthSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
-    train: TrainSection = field(default_factory=TrainSection)
+    train: OnlineTrainSection = field(default_factory=OnlineTrainSection)
+    evaluation: OnlineEvaluationSection = field(default_factory=OnlineEvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
-    weight_sync: SyncOptions = field(default_factory=SyncOptions)
-    output_dir: str = "runs/rlhf"
-    steps: int = 100
+    weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
+    output: Path = Path("runs/rlhf")
+    """Gets `model/` (a Transformers directory), `metrics.jsonl`, `config.yaml`, `plot.png` and `checkpoints/`."""
     seed: int = 0
-    evaluations: Mapping[str, EvaluationSection] = field(default_factory=dict)
-    """Further sets of held-out prompts, by name."""
-    eval_every: int = 0
-    """Steps between evaluations; 0 means at the start and at the end."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 means one at the end."""
-    keep_checkpoints: int = 2
-    """The newest that are kept."""
-    keep_best: str | None = None
-    """Metric (`reward`, `eval/held-out/reward`, ...) by which one more checkpoint is kept: the best so far."""
-    best_is: Literal["max", "min"] = "max"
-    checkpoint_in_background: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory, if the engine can (deepspeed can)."""
+    """Seed of everything."""
     tensorboard: bool = True
+    """Write TensorBoard files beside `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        factor = LORA_RATE_FACTOR if self.model.lora is not None else 1
+        train = replace(
+            self.train,
+            optimizer=self.train.optimizer.with_default_rate(POLICY_RATE * factor),
+            critic_optimizer=self.train.critic_optimizer.with_default_rate(CRITIC_RATE * factor),
+        )
+        object.__setattr__(self, "train", train)
         self.reward.all_parts(environment=self.rollout.agent is not None)
-        samples = self.train.prompts_per_step * self.rollout.samples_per_prompt
-        if samples < self.train.minibatches * self.train.ranks:
-            raise ConfigError(
-                f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut "
-                f"into {self.train.minibatches} minibatches for {self.train.ranks} ranks; every rank needs a sample"
-            )
-        if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
-            raise ConfigError(
-                "GRPO compares samples of one prompt: rollout.samples_per_prompt must be at least 2, got 1"
-            )
+        self._check_samples()
+        self._check_models()
         self._check_overlap()
         self._check_best()
         _ = self.adapter_rank  # refuses what does not go together
-        self.rollout.check_room(self.max_model_len_needed)
+        check_room(self.lengths, self.rollout)
+
+    def _check_samples(self) -> None:
+        train, rollout = self.train, self.rollout
+        samples = train.prompts_per_step * rollout.samples_per_prompt
+        if samples < train.minibatches * train.ranks:
+            raise ConfigError(
+                f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut "
+                f"into {train.minibatches} minibatches for {train.ranks} ranks; every rank needs a sample"
+            )
+        least = self.algorithm.min_samples_per_prompt
+        if rollout.samples_per_prompt < least:
+            raise ConfigError(
+                f"algorithm {self.algorithm.name!r} compares samples of one prompt: rollout.samples_per_prompt "
+                "must "
+                f"be at least {least}, got {rollout.samples_per_prompt}"
+            )
+        if rollout.sampling.temperature == 0 and rollout.samples_per_prompt > 1:
+            raise ConfigError(
+                "rollout.sampling.temperature=0 makes all samples of a prompt equal, so there is nothing to learn "
+                "from; write a positive temperature"
+            )
+
+    def _check_models(self) -> None:
+        recipe = self.algorithm.recipe
+        if self.model.critic is not None and not recipe.needs_critic:
+            raise ConfigError(
+                f"model.critic is set, but algorithm {self.algorithm.name!r} has no critic; leave it out"
+            )
+        if self.train.critic_warmup_steps and not recipe.needs_critic:
+            raise ConfigError(
+                f"train.critic_warmup_steps is set, but algorithm {self.algorithm.name!r} has no critic; leave it "
+                "out"
+            )
+        if self.model.reference is not None and not recipe.needs_reference:
+            raise ConfigError(
+                f"model.reference is set, but algorithm {self.algorithm.name!r} measures no KL against it; write "
+                "algorithm.kl_coef (or algorithm.track_kl: true), or leave it out"
+            )
 
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
@@ -215,22 +247,21 @@ class RunConfig:
             )
 
     def _check_best(self) -> None:
-        if self.keep_best is None or not self.keep_best.startswith("eval/"):
+        metric = self.evaluation.best_metric
+        if metric is None:
             return
-        sets = {*self.evaluations, *(["held-out"] if self.data.eval_rows else [])}
-        name = self.keep_best.removeprefix("eval/").rpartition("/")[0]
-        if name not in sets:
-            raise ConfigError(
-                f"keep_best={self.keep_best!r} names the set {name!r}; there is {', '.join(sorted(sets)) or 'none'}"
-            )
+        sets = [*self.evaluation.sets, *([HELD_OUT] if self.data.hold_out or self.evaluation.data else [])]
+        if metric.startswith("eval/") and (name := metric.removeprefix("eval/").rpartition("/")[0]) not in sets:
+            there = ", ".join(sorted(sets)) or "none; give evaluation.data, evaluation.sets or data.hold_out"
+            raise ConfigError(f"evaluation.best_metric={metric!r} names the set {name!r}; there is {there}")
 
     @property
-    def recipe(self) -> GRPO | PPO:
+    def recipe(self) -> Recipe:
         """The algorithm; where samples may be stale and it names no correction for that, with one."""
         recipe, overlap = self.algorithm.recipe, self.rollout.overlap
-        if overlap is None or not overlap.off_policy_correction or recipe.off_policy:
+        if overlap is None or not overlap.off_policy_correction or getattr(recipe, "off_policy", True):
             return recipe
-        return replace(recipe, off_policy=(OffPolicyCorrection(),))
+        return replace(recipe, off_policy=(OffPolicyCorrection(),))  # type: ignore[type-var]
 
     @property
     def adapter_rank(self) -> int:
@@ -245,11 +276,39 @@ class RunConfig:
         return self.model.lora.rank
 
     @property
-    def max_length(self) -> int:
-        """Tokens of the longest sample or episode: what a rollout engine has room for."""
-        return self.rollout.max_model_len or self.max_model_len_needed
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max_prompt_tokens(self.lengths)
 
     @property
-    def max_model_len_needed(self) -> int:
-        """Tokens of the longest prompt plus the longest response."""
-        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+    def max_length(self) -> int:
+        """Tokens of the longest sample, or of the longest episode."""
+        return max_length(self.lengths, self.rollout)
+
+
+def max_prompt_tokens(lengths: LengthSection) -> int:
+    """Tokens of the longest prompt of an online run or of generation."""
+    return MAX_PROMPT_TOKENS if lengths.max_prompt_tokens is None else lengths.max_prompt_tokens
+
+
+def max_length(lengths: LengthSection, rollout: RolloutSection) -> int:
+    """Tokens of the longest sample, prompt included, or of the longest episode."""
+    if lengths.max_length is not None:
+        return lengths.max_length
+    if rollout.agent is not None:
+        return MAX_EPISODE_TOKENS
+    return max_prompt_tokens(lengths) + rollout.sampling.max_tokens
+
+
+def check_room(lengths: LengthSection, rollout: RolloutSection) -> None:
+    """Refuse a `lengths.max_length` in which the longest sample has no room.
+
+    Raises:
+        ConfigError: it is given and too small.
+    """
+    needed = max_prompt_tokens(lengths) + rollout.sampling.max_tokens
+    if rollout.agent is None and lengths.max_length is not None and lengths.max_length < needed:
+        raise ConfigError(
+            f"lengths.max_length={lengths.max_length} is less than the {needed} tokens of the longest sample "
+            "(lengths.max_prompt_tokens + rollout.sampling.max_tokens); raise it, or leave it out"
+        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhf_core import DEFAULT_BUCKET_BYTES, PARTIAL_SYNCS, ConfigError, PartialSync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SyncOptions:
+class WeightSyncSection:
     """How weights are sent."""
 
     transport: str | None = None
@@ -18,7 +19,7 @@ class SyncOptions:
     """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
     checksums: bool = False
     """Receivers compare a checksum of every bucket."""
-    adapters: str = "merged"
+    adapters: Literal["merged", "adapter"] = "merged"
     """With a policy that trains adapters: `merged` sends all weights with the adapters' updates in them; `adapter`
     sends the adapters alone, megabytes, which rollout engines put on top of the weights they were loaded with."""
     delta: PartialSync = "none"

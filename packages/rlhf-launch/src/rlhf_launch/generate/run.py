@@ -5,86 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rlhf_algos import check_model_path, to_plain
-from rlhf_core import ConfigError, DeadlineExceeded, GenerationRequest, Score, check_scores
+from rlhf_algos import check_model_path
+from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_scores
 
-from rlhf_launch.config.run import (
-    DataSection,
-    ModelSection,
-    PlacementSection,
-    RewardSection,
-    RolloutSection,
-    RunConfig,
-    TrainSection,
-)
+from rlhf_launch.config.generate import GenerateConfig
 from rlhf_launch.generate.rows import GeneratedRows, make_row
-from rlhf_launch.online.preflight import prompt_format, training_source
 from rlhf_launch.placement.plans import reward_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
 from rlhf_launch.placement.start import executor_of, start_workers
-from rlhf_launch.samples.prompts import Prompt, load_tokenizer, read_prompts
+from rlhf_launch.samples.prompts import Prompt, PromptFormat, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.coroutines import run_coroutine
 from rlhf_launch.workers.rollout_pool import RolloutPool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateConfig:
-    """What `rlhf generate` reads. A file for `rlhf train` will do: what generation does not need is left out."""
-
-    model: ModelSection
-    data: DataSection
-    output: str
-    """JSONL file to write, or to complete."""
-    reward: RewardSection | None = None
-    """Scores the samples, reward models included; without it they are not scored."""
-    rollout: RolloutSection = field(default_factory=lambda: RolloutSection(samples_per_prompt=1))
-    train: TrainSection = field(default_factory=TrainSection)
-    """Engine and settings of reward models; nothing is trained."""
-    placement: PlacementSection = field(default_factory=lambda: PlacementSection(executor="local"))
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rollout.agent is not None:
-            raise ConfigError(
-                "rlhf generate writes single responses; leave rollout.agent out (rollout.agent=null), and with it "
-                "rewards that come from an environment"
-            )
-        self.rollout.check_room(self.max_model_len_needed)
-        if self.reward is not None:
-            self.reward.all_parts(environment=False)
-
-    @property
-    def max_model_len_needed(self) -> int:
-        """Tokens of the longest prompt plus the longest response."""
-        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-
-    def settings(self) -> dict[str, Any]:
-        """What decides the content of the output."""
-        return {
-            "model": self.model.policy,
-            "dtype": self.model.dtype,
-            "prompts": self.data.prompts,
-            "chat": self.data.chat,
-            "system_prompt": self.data.system_prompt,
-            "backend": self.rollout.backend,
-            "samples_per_prompt": self.rollout.samples_per_prompt,
-            "reward": to_plain(self.reward.all_parts(environment=False)) if self.reward else None,
-            "seed": self.seed,
-            **{f"sampling.{name}": value for name, value in asdict(self.rollout.sampling).items()},
-        }
-
-
-NOT_FOR_GENERATION = frozenset(f.name for f in fields(RunConfig)) - {f.name for f in fields(GenerateConfig)}
-"""Keys of a training configuration that generation passes over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,18 +49,18 @@ def generate(config: GenerateConfig, *, console: Console | None = None) -> Gener
     """
     console = console or Console(highlight=False)
     backends = resolve_backends(config, trains=False)
-    check_model_path(config.model.policy, what="model.policy")
-    tokenizer = load_tokenizer(config.model.policy, trust_remote_code=config.model.trust_remote_code)
-    data = config.data
-    prompts, dropped = read_prompts(training_source(data), tokenizer, prompt_format(data))
+    check_model_path(config.model.path, what="model.path")
+    tokenizer = policy_tokenizer(config.model)
+    loaded = load_prompts(config.data.train, tokenizer, PromptFormat.of(config.data, config.lengths))
+    prompts, dropped = loaded.prompts, loaded.dropped
     with ExitStack() as stack:
         checked = None
         if config.reward is not None:
             trusted = config.model.trust_remote_code
             checked = check_reward(config.reward, tokenizer, environment=False, trust_remote_code=trusted)
             stack.callback(checked.close)
-            checked.check_columns(prompts, data.prompts, environment=False)
-        rows = stack.enter_context(GeneratedRows(Path(config.output), config.settings()))
+            checked.check_columns(prompts, config.data.description, environment=False)
+        rows = stack.enter_context(GeneratedRows(config.output, config.settings()))
         pending = rows.pending(prompts)
         if rows.done:
             console.print(f"{len(prompts) - len(pending)} of {len(prompts)} prompts are done already")

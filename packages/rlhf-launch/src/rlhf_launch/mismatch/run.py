@@ -15,7 +15,7 @@ from rlhf_algos import check_model_path
 from rlhf_core import ConfigError, DeadlineExceeded, DroppedSample, SamplingConfig, Trajectory, collate
 from torch import Tensor
 
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.mismatch.attribution import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
 from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.placement.plans import rollout_plans, training_plans
@@ -38,11 +38,11 @@ class MismatchReport:
 
 
 def check_mismatch(
-    config: RunConfig, *, prompts: int, sampler_model: str | None = None, console: Console | None = None
+    config: OnlineConfig, *, prompts: int, sampler_model: str | None = None, console: Console | None = None
 ) -> MismatchReport:
     """Run the check on the first `prompts` prompts with the run's own sampling settings, and print the numbers.
 
-    `sampler_model` is what the generator loads, if it is not `model.policy` like the trainer: an older checkpoint,
+    `sampler_model` is what the generator loads, if it is not `model.path` like the trainer: an older checkpoint,
     say, or an export whose weights are in doubt.
     """
     console = console or Console(highlight=False)
@@ -52,13 +52,13 @@ def check_mismatch(
     inputs.reward.close()  # nothing is scored here
     if sampler_model is not None:
         check_model_path(sampler_model, what="--sampler-model")
-    sampler_model = sampler_model or config.model.policy
+    sampler_model = sampler_model or config.model.path
     # Tokens whose end-of-text was held back have log-probs of yet another distribution.
     sampling = replace(config.rollout.sampling, min_tokens=0)
     with _start(config, inputs, sampler_model) as (group, pool, sync):
         sample = response_sampler(pool, sampling, seed=config.seed)
         trajectories = _sample(config, inputs, sample, prompts, label="doctor")
-        scored = _score(config, group, sampling, trajectories)
+        scored = _score(config, inputs, group, sampling, trajectories)
         after = None
         if sync is not None:
             sync(1)
@@ -80,10 +80,10 @@ def check_mismatch(
 
 @contextmanager
 def _start(
-    config: RunConfig, inputs: Inputs, sampler_model: str
+    config: OnlineConfig, inputs: Inputs, sampler_model: str
 ) -> Iterator[tuple[TrainGroup, RolloutPool, WeightSync | None]]:
     backends, timeout_s = inputs.backends, config.placement.timeout_s
-    sampler = replace(config, model=replace(config.model, policy=sampler_model))
+    sampler = replace(config, model=replace(config.model, path=sampler_model))
     executor = executor_of(config, backends)
     training = {"policy": training_plans(config, backends, "policy")}
     rollout = rollout_plans(sampler, backends)
@@ -97,14 +97,14 @@ def _start(
 
 
 def _sample(
-    config: RunConfig, inputs: Inputs, sample: GroupSampler, prompts: int, *, label: str
+    config: OnlineConfig, inputs: Inputs, sample: GroupSampler, prompts: int, *, label: str
 ) -> list[Trajectory]:
     """Samples of the first prompts, without those that have no token."""
     timeout_s, samples = config.placement.timeout_s, config.rollout.samples_per_prompt
 
     async def everything() -> list[list[Trajectory | DroppedSample]]:
         work = [
-            sample(prompt, f"{label}/{index}", samples) for index, prompt in enumerate(inputs.prompts[:prompts])
+            sample(prompt, f"{label}/{index}", samples) for index, prompt in enumerate(inputs.prompts.prompts[:prompts])
         ]
         return await asyncio.wait_for(asyncio.gather(*work), timeout_s)
 
@@ -119,15 +119,16 @@ def _sample(
 
 
 def _score(
-    config: RunConfig,
+    config: OnlineConfig,
+    inputs: Inputs,
     group: TrainGroup,
     sampling: SamplingConfig,
     trajectories: Sequence[Trajectory],
 ) -> Scored:
-    dtype, trust = config.model.dtype, config.model.trust_remote_code
-    logits = {False: forward_of(config.model.policy, "float32", trust=trust)}
+    dtype, trust = inputs.backends.dtype, config.model.trust_remote_code
+    logits = {False: forward_of(config.model.path, "float32", trust=trust)}
     if dtype != "float32":
-        logits[True] = forward_of(config.model.policy, dtype, trust=trust)
+        logits[True] = forward_of(config.model.path, dtype, trust=trust)
     return Scored(
         sampler=_sampled(trajectories),
         trainer=_trainer_log_probs(group, trajectories),

@@ -117,6 +117,6 @@ class CheckpointStore:
         if not steps:
             raise DataError(
                 f"nothing to resume: no complete checkpoint under {self.folder}. Start without --resume, or point "
-                "output_dir at the run to continue"
+                "output at the run to continue"
             )
         return self._path(steps[-1]), self._state(steps[-1])

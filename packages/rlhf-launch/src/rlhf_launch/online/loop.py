@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlhf_core import ConfigError, did_you_mean
+
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.report import Reporter
@@ -81,10 +83,24 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         metrics["idle_seconds/engines"] = run.pool.take_idle_seconds()
         metrics["weight_version"] = sync.version
         run.reporter.step(step + 1, metrics)
+        check_best_metric(run.schedule.best_metric, run.reporter.latest)
         stop = on_step is not None and on_step(step + 1, metrics) is False
         finish_step(run, last=stop or step + 1 == run.schedule.steps)
         if stop:
             return
+
+
+def check_best_metric(name: str | None, latest: Mapping[str, float]) -> None:
+    """Refuse a best metric that the run does not have, after its first step rather than at its first checkpoint.
+
+    Raises:
+        ConfigError: names the nearest metric that there is. Those of evaluations come later and are not looked for.
+    """
+    if name is not None and not name.startswith("eval/") and name not in latest:
+        raise ConfigError(
+            f"evaluation.best_metric={name!r} is none of the run's metrics; {did_you_mean(name, latest)}there are "
+            f"{', '.join(sorted(latest))}"
+        )
 
 
 def finish_step(run: OnlineRun, *, last: bool) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rlhf_algos import Recipe, dump_config
 
 from rlhf_launch.config.rollout import Overlap
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnStep, evaluate, restore, run_steps
@@ -41,7 +41,7 @@ class RunResult:
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, on_step: OnStep | None = None, console: Console | None = None
+    config: OnlineConfig, *, resume: bool = False, on_step: OnStep | None = None, console: Console | None = None
 ) -> RunResult:
     """Improve a policy by reinforcement learning: a whole run, from the checks to the exported model.
 
@@ -61,15 +61,15 @@ def train(
     """
     console = console or Console(highlight=False)
     inputs = check_inputs(config)
-    folder = Path(config.output_dir)
-    store = CheckpointStore(folder / "checkpoints", keep=config.keep_checkpoints, best=config.best_is)
+    folder = config.output
+    store = checkpoint_store(config)
     start = store.latest()[1]["step"] if resume else 0
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     _describe(config, inputs, console)
     with ExitStack() as stack:
         reporter = stack.enter_context(
-            Reporter(folder, steps=config.steps, start=start, tensorboard=config.tensorboard, console=console)
+            Reporter(folder, steps=config.train.steps, start=start, tensorboard=config.tensorboard, console=console)
         )
         run = stack.enter_context(open_run(config, inputs, store, reporter))
         if resume:
@@ -93,14 +93,21 @@ def train(
     )
 
 
-def _describe(config: RunConfig, inputs: Inputs, console: Console) -> None:
+def checkpoint_store(config: OnlineConfig) -> CheckpointStore:
+    """The checkpoints of a run, which keep its best one if it names a metric."""
+    metric = config.evaluation.best_metric
+    best = "max" if metric is None or config.evaluation.better_sign(metric) > 0 else "min"
+    return CheckpointStore(config.output / "checkpoints", keep=config.checkpoint.keep, best=best)
+
+
+def _describe(config: OnlineConfig, inputs: Inputs, console: Console) -> None:
     """Say which parts, data and mode the run has."""
     for reason in inputs.backends.reasons:
         console.print(f"  {reason}")
     console.print(f"  reward: {inputs.reward.summary}", soft_wrap=True)
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
     sizes = [f"{name} {len(held_out.prompts)}" for name, held_out in inputs.held_out.items()]
-    console.print(f"  data: {len(inputs.prompts)} prompts{dropped}, held out: {', '.join(sizes) or 'none'}")
+    console.print(f"  data: {len(inputs.prompts.prompts)} prompts{dropped}, held out: {', '.join(sizes) or 'none'}")
     if config.rollout.overlap is not None:
         console.print(f"  overlap: {_described(config.recipe, config.rollout.overlap)}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core import ConfigError, SamplingConfig
 
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.loop import OnlineRun, Schedule
@@ -32,7 +32,7 @@ from rlhf_launch.workers.rollout_pool import RolloutPool
 
 
 @contextmanager
-def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter) -> Iterator[OnlineRun]:
+def open_run(config: OnlineConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter) -> Iterator[OnlineRun]:
     """Place and connect all workers; they are closed when the block ends, however it ends."""
     timeout_s = config.placement.timeout_s
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter
         # What is there now stays: the collector need not look through it again with every request in flight.
         gc.freeze()
         make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer))
-        prompts = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        prompts = prompt_stream(config, inputs)
         producer = open_producer(config, prompts, make_groups, pool)
         stack.callback(producer.close)
         trainer = open_trainer(config, workers)
@@ -73,7 +73,7 @@ def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter
                 producer,
                 trainer.kl,
                 seed=config.seed,
-                background=config.checkpoint_in_background,
+                background=config.checkpoint.in_background,
             ),
             prompts=prompts,
             make_groups=make_groups,
@@ -81,7 +81,7 @@ def open_run(config: RunConfig, inputs: Inputs, store: CheckpointStore, reporter
 
 
 @contextmanager
-def _start(config: RunConfig, inputs: Inputs, reporter: Reporter) -> Iterator[Workers]:
+def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter) -> Iterator[Workers]:
     """One placement for all workers of the run."""
     backends, timeout_s = inputs.backends, config.placement.timeout_s
     training = {role: training_plans(config, backends, role) for role in roles_of(config)}
@@ -96,18 +96,30 @@ def _start(config: RunConfig, inputs: Inputs, reporter: Reporter) -> Iterator[Wo
         yield workers
 
 
-def schedule_of(config: RunConfig) -> Schedule:
+def prompt_stream(config: OnlineConfig, inputs: Inputs) -> PromptStream:
+    """The endless stream of training prompts, mixed by weights where the configuration gives any."""
+    sets = inputs.prompts
+    weighted = any(source.weight is not None for source in config.data.train)
+    return PromptStream(
+        sets.prompts,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        mixture=(sets.sizes, sets.weights) if weighted else None,
+    )
+
+
+def schedule_of(config: OnlineConfig) -> Schedule:
     """What happens every so many steps."""
     return Schedule(
-        steps=config.steps,
-        evaluate_every=config.eval_every,
-        checkpoint_every=config.checkpoint_every,
-        best_metric=config.keep_best,
+        steps=config.train.steps,
+        evaluate_every=config.evaluation.every,
+        checkpoint_every=config.checkpoint.every,
+        best_metric=config.evaluation.best_metric,
         overlapping=config.rollout.overlap is not None,
     )
 
 
-def open_trainer(config: RunConfig, workers: Workers) -> Trainer:
+def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
     """The training engines of a run with its algorithm."""
     train = config.train
     return Trainer(
@@ -118,14 +130,14 @@ def open_trainer(config: RunConfig, workers: Workers) -> Trainer:
         kl=config.recipe.kl_controller(),
         plan=UpdatePlan(
             minibatches=train.minibatches,
-            epochs=train.epochs,
+            epochs=train.epochs_per_step,
             critic_warmup_steps=train.critic_warmup_steps,
             seed=config.seed,
         ),
     )
 
 
-def group_makers(config: RunConfig, pool: RolloutPool, rewarder: Rewarder) -> MakeGroups:
+def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder) -> MakeGroups:
     """What gives, for any settings of sampling, what makes scored groups: single responses or episodes."""
     sampler = _samplers(config, pool, rewarder.tokenizer)
 
@@ -136,20 +148,20 @@ def group_makers(config: RunConfig, pool: RolloutPool, rewarder: Rewarder) -> Ma
     return make
 
 
-def _samplers(config: RunConfig, pool: RolloutPool, tokenizer: Any) -> Callable[[SamplingConfig], GroupSampler]:
+def _samplers(config: OnlineConfig, pool: RolloutPool, tokenizer: Any) -> Callable[[SamplingConfig], GroupSampler]:
     agent, seed, longest = config.rollout.agent, config.seed, config.max_length
     if agent is None:
         return lambda sampling: response_sampler(pool, sampling, seed=seed)
     return lambda sampling: episode_sampler(pool, agent, sampling, tokenizer, max_tokens=longest, seed=seed)
 
 
-def open_producer(config: RunConfig, prompts: PromptStream, make_groups: MakeGroups, pool: RolloutPool) -> Producer:
+def open_producer(config: OnlineConfig, prompts: PromptStream, make_groups: MakeGroups, pool: RolloutPool) -> Producer:
     """The producer of a run, in the mode that `rollout.overlap` names."""
     rollout, per_step = config.rollout, config.train.prompts_per_step
     overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
     limits = LedgerLimits(
         per_step=per_step,
-        steps=config.steps,
+        steps=config.train.steps,
         max_staleness=overlap.max_staleness if overlap is not None else 0,
         max_in_flight=overlap.max_in_flight if overlap is not None else 0,
         max_misses=dynamic.max_rounds * per_step if dynamic is not None else 0,

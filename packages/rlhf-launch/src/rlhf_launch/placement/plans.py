@@ -20,14 +20,14 @@ from rlhf_core import (
 from rlhf_rollout import ModelRewardConfig
 
 from rlhf_launch.config.reward import RewardSection
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.executor import WorkerPlan, WorkerRoom
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
 from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.train_rank import TrainWorker
 
 
-def training_plans(config: RunConfig, backends: ResolvedBackends, role: Role) -> list[WorkerPlan]:
+def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role) -> list[WorkerPlan]:
     """The ranks of one training role; the reference has one rank."""
     trained = role in ("policy", "critic")
     lora = config.model.lora
@@ -51,7 +51,7 @@ def training_plans(config: RunConfig, backends: ResolvedBackends, role: Role) ->
     return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config))
 
 
-def check_engines(config: RunConfig, backends: ResolvedBackends) -> None:
+def check_engines(config: OnlineConfig, backends: ResolvedBackends) -> None:
     """Ask the engines of all roles whether they can honour their settings; nothing is loaded.
 
     Raises:
@@ -84,9 +84,10 @@ def _engine_config(config: WorkerNeeds, backends: ResolvedBackends, model: str, 
     return EngineConfig(
         model=model,
         role=role,
-        dtype=config.model.dtype,
+        dtype=backends.dtype,
         device=backends.device,
         max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
+        max_skipped_steps=config.train.max_skipped_steps,
         attention=config.model.attention,
         packing=config.train.packing,
         seed=config.seed,
@@ -162,10 +163,10 @@ def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_ra
     """The rollout engines; `adapter_rank` is that of adapters which they will be sent alone."""
     rollout = config.rollout
     backend_config = RolloutConfig(
-        model=config.model.policy,
-        dtype=config.model.dtype,
+        model=config.model.path,
+        dtype=backends.dtype,
         device=backends.device,
-        max_model_len=rollout.max_model_len or config.max_model_len_needed,
+        max_model_len=config.max_length,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel_size,
         adapter_rank=adapter_rank,
@@ -176,7 +177,7 @@ def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_ra
     return engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config))
 
 
-def roles_of(config: RunConfig) -> list[Role]:
+def roles_of(config: OnlineConfig) -> list[Role]:
     """The training roles of a run, the policy first; reward models have plans of their own."""
     recipe = config.algorithm.recipe
     roles: list[Role] = ["policy"]
@@ -187,25 +188,24 @@ def roles_of(config: RunConfig) -> list[Role]:
     return roles
 
 
-def _model_of(config: RunConfig, role: Role) -> str:
+def _model_of(config: OnlineConfig, role: Role) -> str:
     model = config.model
     judges = [part.path for part in config.reward.engine_parts().values() if isinstance(part, ModelRewardConfig)]
     start = {
-        "policy": model.policy,
-        "reference": model.reference or model.policy,
-        "critic": model.critic or (judges or [model.policy])[0],
+        "policy": model.path,
+        "reference": model.reference or model.path,
+        "critic": model.critic or (judges or [model.path])[0],
     }
     return start[role]
 
 
-def _optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
+def _optimizer_of(config: OnlineConfig, role: Role) -> OptimizerConfig | None:
     if role not in ("policy", "critic"):
         return None
-    optimizer = config.train.optimizer if role == "policy" else config.train.critic_optimizer
-    if optimizer.schedule != "constant" and not optimizer.total_steps:
-        steps = config.steps - (config.train.critic_warmup_steps if role == "policy" else 0)
-        optimizer = replace(optimizer, total_steps=steps * config.train.epochs * config.train.minibatches)
-    return optimizer
+    train = config.train
+    if role == "critic":
+        return train.critic_optimizer.config(train.updates(train.steps))
+    return train.optimizer.config(train.updates(train.steps - train.critic_warmup_steps))
 
 
 def plugin_env_vars(group: str, name: str, config: Any) -> dict[str, str]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
-from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, PluginError, ResourceError, load_plugin
+from rlhf_algos import ModelSection, PlacementSection, TrainSection, choose_device, choose_dtype
+from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, DType, PluginError, ResourceError, load_plugin
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
-from rlhf_launch.config.run import ModelSection, PlacementSection, TrainSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,7 @@ class ResolvedBackends:
     engine: str
     backend: str
     device: Literal["cpu", "cuda"]
+    dtype: DType
     reasons: tuple[str, ...]
 
 
@@ -58,8 +59,8 @@ class WorkerNeeds(Protocol):
         ...
 
     @property
-    def max_model_len_needed(self) -> int:
-        """Tokens of the longest sample."""
+    def max_length(self) -> int:
+        """Tokens of the longest sample, or of the longest episode."""
         ...
 
 
@@ -91,12 +92,17 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
     for key, count in ranks.items():
         if engines[key] == "torch" and count > 1:
             raise ResourceError(f"{key}={count} needs the engine deepspeed; the torch engine has one rank here")
-    device = _device(config, reasons)
+    asked, elsewhere = config.placement.device, config.placement.ray_address is not None
+    device = choose_device(asked, elsewhere=elsewhere)
+    dtype = choose_dtype(config.model.dtype, device)
+    reasons.append(f"device: {device}" + (" (torch finds no GPU)" if asked == "auto" and device == "cpu" else ""))
+    reasons.append(f"dtype: {dtype}" + (f" (auto on {device})" if config.model.dtype == "auto" else ""))
     return ResolvedBackends(
         executor=executor,  # type: ignore[arg-type]
         engine=engine,
         backend=backend,
-        device=device,  # type: ignore[arg-type]
+        device=device,
+        dtype=dtype,
         reasons=tuple(reasons),
     )
 
@@ -123,16 +129,3 @@ def _pick(part: str, asked: str, first: str, second: str, remark: str, reasons: 
             raise PluginError(f"{part}: {first!r} is configured but not installed; install it or say {second!r}")
     reasons.append(f"{part}: {chosen} ({why})")
     return chosen
-
-
-def _device(config: WorkerNeeds, reasons: list[str]) -> str:
-    import torch
-
-    asked = config.placement.device
-    if asked == "cuda" and not torch.cuda.is_available() and config.placement.ray_address is None:
-        raise ResourceError(
-            "placement.device=cuda, but torch finds no GPU here; say cpu, or give a cluster's address"
-        )
-    device = asked if asked != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    reasons.append(f"device: {device}" + ("" if device == "cuda" else " (torch finds no GPU)" * (asked == "auto")))
-    return device

@@ -17,7 +17,7 @@ from rich.table import Table
 from rlhf_algos import SFTConfig, TorchEngine, load_config, sft
 from rlhf_core import Batch, EngineConfig, Loss, OptimizerConfig
 
-from rlhf_launch.config.run import RunConfig
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.run import train
 from rlhf_launch.quickstart.arithmetic import (
@@ -34,7 +34,6 @@ WARM_UP_TARGET = 0.25
 WARM_UP_MAX_STEPS = 900
 HELD_OUT = 500
 SETTINGS: dict[str, Any] = {
-    "steps": 80,
     "reward": {"function": "rlhf_launch.quickstart.arithmetic:exact_sum"},
     "rollout": {
         "samples_per_prompt": 16,
@@ -42,6 +41,7 @@ SETTINGS: dict[str, Any] = {
         "sampling": {"max_tokens": 5},
     },
     "train": {
+        "steps": 80,
         "ranks": 2,
         "prompts_per_step": 32,
         "minibatches": 4,
@@ -79,24 +79,20 @@ def run_quickstart(
         f"[bold]held-out accuracy {accuracy['before']:.1%} -> {accuracy['after']:.1%}[/] "
         f"({len(held_out)} sums, greedy) in {seconds:.0f} s"
     )
-    console.print(
-        f"model, metrics.jsonl, TensorBoard files and plot.png are in {config.output_dir}", soft_wrap=True
-    )
+    console.print(f"model, metrics.jsonl, TensorBoard files and plot.png are in {config.output}", soft_wrap=True)
     return accuracy | {"seconds": seconds}
 
 
 def write_config(
     folder: Path, problems: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, overrides: Sequence[str]
-) -> RunConfig:
+) -> OnlineConfig:
     """Write data and `quickstart.yaml` (an ordinary configuration for `rlhf train`), and read it back."""
     paths = {
-        "model": {"policy": str(folder / "warmed-up")},
-        "data": {
-            "prompts": str(write_problems(problems, folder / "train.jsonl")),
-            "max_prompt_tokens": 8,
-        },
-        "evaluations": {"held-out": {"prompts": str(write_problems(held_out, folder / "held-out.jsonl"))}},
-        "output_dir": str(folder / "run"),
+        "model": {"path": str(folder / "warmed-up")},
+        "data": {"train": str(write_problems(problems, folder / "train.jsonl"))},
+        "lengths": {"max_prompt_tokens": 8},
+        "evaluation": {"data": str(write_problems(held_out, folder / "held-out.jsonl"))},
+        "output": str(folder / "run"),
         "seed": seed,
     }
     path = folder / "quickstart.yaml"
@@ -104,7 +100,7 @@ def write_config(
     if find_spec("ray") is None or find_spec("deepspeed") is None:
         settings["train"] = {**SETTINGS["train"], "ranks": 1}  # several ranks need both
     path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    return load_config(RunConfig, path, overrides)
+    return load_config(OnlineConfig, path, overrides)
 
 
 def warm_up(start: Path, target: Path, problems: Sequence[Problem], *, seed: int, console: Console) -> int:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_algos import DataSource, Row, read_rows
+import jinja2
+from rlhf_algos import (
+    DataSection,
+    DataSource,
+    LengthSection,
+    ModelSection,
+    Row,
+    check_messages,
+    epoch_order,
+    load_tokenizer,
+    mixing_weights,
+    read_rows,
+    with_system_prompt,
+)
 from rlhf_core import ConfigError, DataError
+
+from rlhf_launch.config.run import MAX_PROMPT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,45 +40,66 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptFormat:
-    """How the rows of a data set become prompts."""
+    """How the rows of a dataset become prompts."""
 
     chat: bool = False
     """Wrap plain text as a user message and apply the tokenizer's chat template; messages always get it."""
     system_prompt: str | None = None
-    """The first message of every chat."""
-    max_tokens: int = 1024
-    """The longest prompt."""
-    drop_overlong: bool = False
-    """Leave longer prompts out, in place of refusing them."""
+    """Put before the messages of every prompt that has no system message."""
+    prompt_template: str | None = None
+    """Text with `{}` in it, into which plain-text prompts are put."""
+    lengths: LengthSection = field(default_factory=LengthSection)
+    """Which prompts are too long, and what becomes of them."""
+
+    @classmethod
+    def of(cls, data: DataSection, lengths: LengthSection) -> PromptFormat:
+        """As these sections of a configuration say."""
+        return cls(
+            chat=data.chat,
+            system_prompt=data.system_prompt,
+            prompt_template=data.prompt_template,
+            lengths=lengths,
+        )
 
 
-def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSets:
+    """The prompts of several datasets."""
+
+    prompts: Sequence[Prompt]
+    """One dataset after the other."""
+    sizes: tuple[int, ...]
+    """Prompts of each dataset."""
+    weights: tuple[float, ...]
+    """How probable a draw from each is, relative to the others."""
+    held_out: Sequence[Prompt] = ()
+    dropped: int = 0
+    """Prompts left out for their length."""
+
+
+def policy_tokenizer(model: ModelSection) -> Any:
+    """The tokenizer that the model section names.
 
     Raises:
-        ConfigError: the model has none that can be loaded, or one without an end-of-text token.
+        ConfigError: there is none that can be loaded, or it has no end of text.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.policy: no tokenizer can be loaded from {model!r}: {error}") from error
+    where = model.tokenizer or model.path
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    trusted = model.trust_remote_code
+    tokenizer = load_tokenizer(where, chat_template=model.chat_template, trust_remote_code=trusted, what=key)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model.policy: the tokenizer of {model!r} has no end-of-text token; set `eos_token` in it"
-        )
+        raise ConfigError(f"{key}: the tokenizer of {where!r} has no end-of-text token; set `eos_token` in it")
     return tokenizer
 
 
 def read_prompts(
     source: DataSource | str, tokenizer: Any, form: PromptFormat | None = None
 ) -> tuple[list[Prompt], int]:
-    """The prompts of a data set, and how many were dropped for their length.
+    """The prompts of one dataset, and how many were dropped for their length.
 
     Args:
-        source: where the rows are; a string is a path or the name of a data set on the hub. The column `prompt` has
-            text or chat messages.
+        source: where the rows are; a string is a path or a hub name. The column `prompt` has text or chat messages;
+            without it `messages` are read up to the last user turn.
         tokenizer: the policy's.
         form: how rows become prompts.
 
@@ -71,60 +107,138 @@ def read_prompts(
         DataError: no such data, an empty or overlong prompt (with its row), chat messages without a chat template,
             or nothing left.
     """
-    source = DataSource(path=source) if isinstance(source, str) else source
-    return make_prompts(read_rows(source, required=("prompt",)), tokenizer, form)
+    return make_prompts(read_rows(source), tokenizer, form)
 
 
-def make_prompts(rows: Sequence[Row], tokenizer: Any, form: PromptFormat | None = None) -> tuple[list[Prompt], int]:
-    """Tokenise rows; see `read_prompts`."""
+def load_prompts(
+    sources: Sequence[DataSource],
+    tokenizer: Any,
+    form: PromptFormat,
+    *,
+    hold_out: Callable[[int], int] | None = None,
+    seed: int = 0,
+) -> PromptSets:
+    """Read and tokenise several datasets of prompts.
+
+    Args:
+        sources: the datasets; ids of prompts count on from one to the next.
+        tokenizer: the policy's.
+        form: how rows become prompts.
+        hold_out: from the size of a dataset to the number of prompts held out of it; None holds out none.
+        seed: which prompts are held out.
+
+    Raises:
+        DataError: see `read_prompts`.
+        ConfigError: nothing would be left to train on.
+    """
+    kept: list[list[Prompt]] = []
+    held_out: list[Prompt] = []
+    dropped = numbered = 0
+    for source in sources:
+        rows = read_rows(source)
+        prompts, too_long = make_prompts(rows, tokenizer, form, first_id=numbered)
+        numbered += len(rows)
+        dropped += too_long
+        count = 0 if hold_out is None else hold_out(len(prompts))
+        drawn = set(random.Random(f"{seed}/hold-out").sample(range(len(prompts)), count))
+        held_out += [prompt for place, prompt in enumerate(prompts) if place in drawn]
+        kept.append([prompt for place, prompt in enumerate(prompts) if place not in drawn])
+    sizes = tuple(len(prompts) for prompts in kept)
+    return PromptSets(
+        prompts=[prompt for prompts in kept for prompt in prompts],
+        sizes=sizes,
+        weights=mixing_weights(sources, sizes),
+        held_out=held_out,
+        dropped=dropped,
+    )
+
+
+def make_prompts(
+    rows: Sequence[Row], tokenizer: Any, form: PromptFormat | None = None, *, first_id: int = 0
+) -> tuple[list[Prompt], int]:
+    """Tokenise rows; see `read_prompts`. Ids count on from `first_id`."""
     form = form or PromptFormat()
     prompts, dropped = [], 0
     for index, row in enumerate(rows):
         text, token_ids = _tokenise(row, tokenizer, form)
-        if len(token_ids) > form.max_tokens:
-            if not form.drop_overlong:
-                raise DataError(
-                    f"{row.place}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is "
-                    f"{form.max_tokens}; raise it, shorten the prompt, or set data.overlong=drop"
-                )
+        fitted = form.lengths.fitted_prompt(token_ids, row.place, default=MAX_PROMPT_TOKENS)
+        if fitted is None:
             dropped += 1
             continue
         prompts.append(
             Prompt(
-                prompt_id=str(index),
+                prompt_id=str(first_id + index),
                 text=text,
-                token_ids=tuple(token_ids),
-                metadata={name: value for name, value in row.values.items() if name != "prompt"},
+                token_ids=tuple(fitted),
+                metadata={name: value for name, value in row.values.items() if name not in ("prompt", "messages")},
             )
         )
     if not prompts:
-        raise DataError(f"{rows[0].source}: all {dropped} prompts are longer than {form.max_tokens} tokens")
+        most = form.lengths.max_prompt_tokens or MAX_PROMPT_TOKENS
+        raise DataError(f"{rows[0].source}: all {dropped} prompts are longer than {most} tokens")
     return prompts, dropped
 
 
 def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[int]]:
-    value = row["prompt"]
+    value = _prompt_of(row)
+    if isinstance(value, str):
+        value = value if form.prompt_template is None else form.prompt_template.replace("{}", value)
     messages = [{"role": "user", "content": value}] if form.chat and isinstance(value, str) else value
     if isinstance(messages, str):
+        if not messages.strip():
+            raise DataError(f"{row.place}: the prompt is empty")
         token_ids = tokenizer(messages, add_special_tokens=True)["input_ids"]
         text = messages
     elif isinstance(messages, list):
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise DataError(
-                f"{row.place}: the prompt is a list of chat messages, but the tokenizer has no chat template; use "
-                "a chat model's tokenizer, or give plain text with data.chat=false"
-            )
-        if form.system_prompt is not None:
-            messages = [{"role": "system", "content": form.system_prompt}, *messages]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        _check_chat(row, messages, tokenizer)
+        messages = with_system_prompt(messages, form.system_prompt)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"{row.place}: the chat template cannot render messages of "
+                f"{', '.join(m['role'] for m in messages)}: "
+                f"{type(error).__name__}: {error}; mend the template, or give another one as model.chat_template"
+            ) from error
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise DataError(
             f"{row.place}: the prompt must be text or a list of chat messages, found {type(value).__name__}"
         )
     if not token_ids:
-        raise DataError(f"{row.place}: the prompt is empty")
+        raise DataError(f"{row.place}: the tokenizer makes no tokens of the prompt {text[:40]!r}")
     return text, token_ids
+
+
+def _prompt_of(row: Row) -> Any:
+    """The column `prompt`, or `messages` up to the last user turn."""
+    if "prompt" in row:
+        return row["prompt"]
+    messages = row.values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"{row.place} has no column 'prompt'; found {', '.join(map(repr, row.values)) or 'none'}. If it has "
+            "another name, write columns: {prompt: its_name} beside the path"
+        )
+    if isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    return messages
+
+
+def _check_chat(row: Row, messages: list[Any], tokenizer: Any) -> None:
+    if (problem := check_messages(messages)) is not None:
+        raise DataError(f"{row.place}: {problem}")
+    if messages and messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{row.place}: the prompt ends with the assistant's message, so there is nothing to answer; end it "
+            "with "
+            "a user's"
+        )
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            f"{row.place}: the prompt is a list of chat messages, but the tokenizer has no chat template; use a "
+            "chat model's tokenizer, set model.chat_template, or give plain text with data.chat=false"
+        )
 
 
 class PromptStream:
@@ -137,9 +251,19 @@ class PromptStream:
     (['a', 'b', 'c', 'a'], 4)
     """
 
-    def __init__(self, prompts: Sequence[Any], *, seed: int, shuffle: bool = True, position: int = 0) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Any],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        position: int = 0,
+        mixture: tuple[Sequence[int], Sequence[float]] | None = None,
+    ) -> None:
+        """`mixture`: sizes of the datasets that follow one another in `prompts`, and the weights of draws."""
         self._prompts = list(prompts)
         self._seed = seed
+        self._mixture = mixture
         self._shuffle = shuffle
         self.position = position
         self._order: tuple[int, list[int]] = (-1, [])
@@ -155,7 +279,10 @@ class PromptStream:
         epoch, index = divmod(position, len(self._prompts))
         if self._order[0] != epoch:
             order = list(range(len(self._prompts)))
-            if self._shuffle:
+            if self._shuffle and self._mixture is not None:
+                sizes, weights = self._mixture
+                order = epoch_order(sizes, weights, seed=self._seed, epoch=epoch)
+            elif self._shuffle:
                 random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._prompts[self._order[1][index]]

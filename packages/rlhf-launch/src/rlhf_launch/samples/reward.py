@@ -67,8 +67,8 @@ class CheckedReward:
                     there = ", ".join(sorted({"prompt", *prompt.metadata}))
                     raise DataError(
                         f"{source} row {int(prompt.prompt_id) + 1}: the reward {name!r} needs the column "
-                        f"{min(missing)!r}; found {there}. Add it, or say which column it is (data.columns, or the "
-                        "part's own setting)"
+                        f"{min(missing)!r}; found {there}. Add it, or say which column it is "
+                        "(columns beside the path in data.train, or the part's own setting)"
                     )
 
     @property

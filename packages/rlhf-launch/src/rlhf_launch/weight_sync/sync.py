@@ -21,7 +21,7 @@ from rlhf_core import (
     release_sender,
 )
 
-from rlhf_launch.config.weight_sync import SyncOptions
+from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.workers.handles import gather
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
@@ -54,11 +54,11 @@ class WeightSync:
         *,
         transports: Sequence[str],
         timeout_s: float,
-        options: SyncOptions | None = None,
+        options: WeightSyncSection | None = None,
     ) -> None:
         self._policy = policy
         self._pool = pool
-        self._options = options or SyncOptions()
+        self._options = options or WeightSyncSection()
         self._timeout_s = timeout_s
         self._link: Link | None = None
         self._opened: Link | None = None
