@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch

@@ -17,9 +17,7 @@ def form(*, max_prompt_tokens=None, long_prompts="error", **settings):
 
 
 def test_plain_text_and_the_other_columns():
-    (prompt,), dropped = make_prompts(
-        rows({"prompt": "1+1=", "answer": "2"}), TOKENIZER, form()
-    )
+    (prompt,), dropped = make_prompts(rows({"prompt": "1+1=", "answer": "2"}), TOKENIZER, form())
     assert TOKENIZER.decode(prompt.token_ids) == "1+1="
     assert prompt.metadata == {"answer": "2"}
     assert dropped == 0
@@ -27,15 +25,11 @@ def test_plain_text_and_the_other_columns():
 
 def test_messages_get_the_chat_template_and_the_system_prompt():
     messages = [{"role": "user", "content": "hi"}]
-    (prompt,), _ = make_prompts(
-        rows({"prompt": messages}), TOKENIZER, form(system_prompt="be brief")
-    )
+    (prompt,), _ = make_prompts(rows({"prompt": messages}), TOKENIZER, form(system_prompt="be brief"))
     assert prompt.text == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
-    (same,), _ = make_prompts(
-        rows({"prompt": "hi"}), TOKENIZER, form(chat=True, system_prompt="be brief")
-    )
+    (same,), _ = make_prompts(rows({"prompt": "hi"}), TOKENIZER, form(chat=True, system_prompt="be brief"))
     assert same.token_ids == prompt.token_ids
 
 
@@ -62,9 +56,7 @@ def test_overlong_prompts_are_an_error_or_counted():
     data = rows({"prompt": "short"}, {"prompt": "much too long"})
     with pytest.raises(DataError, match=r"row 2: the prompt has 13 tokens, lengths.max_prompt_tokens is 8"):
         make_prompts(data, TOKENIZER, form(max_prompt_tokens=8))
-    prompts, dropped = make_prompts(
-        data, TOKENIZER, form(max_prompt_tokens=8, long_prompts="drop")
-    )
+    prompts, dropped = make_prompts(data, TOKENIZER, form(max_prompt_tokens=8, long_prompts="drop"))
     assert ([p.text for p in prompts], dropped) == (["short"], 1)
     ends, _ = make_prompts(data, TOKENIZER, form(max_prompt_tokens=8, long_prompts="keep_end"))
     assert TOKENIZER.decode(ends[1].token_ids) == "too long"

@@ -66,7 +66,7 @@ def test_the_example_has_every_kind():
         ({"a": {"kind": "math", "anser": "gold"}}, r"'parts\.a\.anser'; did you mean 'parts\.a\.answer'"),
         ({"a": {"kind": "regex"}}, r"missing parts\.a\.pattern"),
         ({"a": {"kind": "regex", "pattern": "("}}, "not a regular expression"),
-        ({"a": {"kind": "http", "endpoints": {"urls": ["host:80"]}}}, "'host:80' is no address"),
+        ({"a": {"kind": "http", "endpoints": {"urls": ["host:80"]}}}, "'host:80' is not an address"),
         ({"a": {"kind": "math", "weight": "much"}}, r"parts\.a\.weight must be a number"),
         ({"a/b": {"kind": "math"}}, "'a/b' is no name"),
     ],

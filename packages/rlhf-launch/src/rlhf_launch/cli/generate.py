@@ -19,9 +19,7 @@ def generate(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model to sample from (model.path).")] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="JSONL or Parquet file, or hub dataset (data.train).")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL or Parquet file, or hub dataset (data.train).")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSONL file to write or complete.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per prompt (rollout.samples_per_prompt).")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens per sample (rollout.sampling.max_tokens).")] = None,

@@ -103,9 +103,8 @@ def _sample(
     timeout_s, samples = config.placement.timeout_s, config.rollout.samples_per_prompt
 
     async def everything() -> list[list[Trajectory | DroppedSample]]:
-        work = [
-            sample(prompt, f"{label}/{index}", samples) for index, prompt in enumerate(inputs.prompts.prompts[:prompts])
-        ]
+        chosen = inputs.prompts.prompts[:prompts]
+        work = [sample(prompt, f"{label}/{index}", samples) for index, prompt in enumerate(chosen)]
         return await asyncio.wait_for(asyncio.gather(*work), timeout_s)
 
     try:

@@ -32,7 +32,9 @@ from rlhf_launch.workers.rollout_pool import RolloutPool
 
 
 @contextmanager
-def open_run(config: OnlineConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter) -> Iterator[OnlineRun]:
+def open_run(
+    config: OnlineConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter
+) -> Iterator[OnlineRun]:
     """Place and connect all workers; they are closed when the block ends, however it ends."""
     timeout_s = config.placement.timeout_s
     with ExitStack() as stack:
