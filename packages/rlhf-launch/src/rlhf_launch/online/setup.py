@@ -157,7 +157,9 @@ def _samplers(config: OnlineConfig, pool: RolloutPool, tokenizer: Any) -> Callab
     return lambda sampling: episode_sampler(pool, agent, sampling, tokenizer, max_tokens=longest, seed=seed)
 
 
-def open_producer(config: OnlineConfig, prompts: PromptStream, make_groups: MakeGroups, pool: RolloutPool) -> Producer:
+def open_producer(
+    config: OnlineConfig, prompts: PromptStream, make_groups: MakeGroups, pool: RolloutPool
+) -> Producer:
     """The producer of a run, in the mode that `rollout.overlap` names."""
     rollout, per_step = config.rollout, config.train.prompts_per_step
     overlap, dynamic = rollout.overlap, rollout.dynamic_sampling
