@@ -9,7 +9,7 @@ from rlhf_core import CapabilityError, DeadlineExceeded, DroppedSample, Sampling
 from rlhf_launch.samples.groups import GroupMaker, collate_groups, staleness
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.reward import Rewarder
-from rlhf_launch.samples.sampling import greedy
+from rlhf_launch.samples.sampling import greedy_sampling
 from rlhf_rollout import ScoredGroup
 
 
@@ -156,4 +156,6 @@ def test_groups_in_scoring_are_bounded_over_all_prompts():
 
 def test_greedy_sampling_keeps_limits_and_stops():
     sampling = SamplingConfig(max_tokens=7, min_tokens=2, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(3,))
-    assert greedy(sampling) == SamplingConfig(max_tokens=7, min_tokens=2, temperature=0.0, stop_token_ids=(3,))
+    assert greedy_sampling(sampling) == SamplingConfig(
+        max_tokens=7, min_tokens=2, temperature=0.0, stop_token_ids=(3,)
+    )

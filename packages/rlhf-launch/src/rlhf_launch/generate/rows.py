@@ -1,4 +1,4 @@
-"""The file that batch generation writes: a JSON line per prompt, so that an interrupted run can go on."""
+"""The file that batch generation writes: a JSON line per prompt, so that an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GeneratedRows:
         return [prompt for prompt in prompts if prompt.prompt_id not in self.done]
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; after that it survives the end of this process, however it ends."""
+        """Write one row, which from then on survives the end of this process, however it ends."""
         self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         self._file.flush()
 
@@ -116,7 +116,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _keep_complete_rows(path: Path) -> dict[str, tuple[int, ...]]:
-    """Cut off a torn last line; the rest's prompt ids and tokens."""
+    """Cut off a torn last line; returns prompt ids and prompt tokens of the other lines."""
     if not path.exists():
         return {}
     with path.open("rb+") as file:

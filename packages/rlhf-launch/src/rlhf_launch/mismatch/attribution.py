@@ -1,4 +1,4 @@
-"""Why the sampler's log-probs differ from the trainer's, told from the numbers.
+"""Why the log-probs of sampler and trainer differ, found from the numbers.
 
 The sampled tokens are scored again with the trainer's weights in every way that a sampler could have meant: at
 another temperature, truncated and renormalised, in the sampler's precision. The smallest set of such differences
@@ -39,7 +39,7 @@ class Gap:
 
     @classmethod
     def between(cls, left: Float[Tensor, " tokens"], right: Float[Tensor, " tokens"]) -> Gap:
-        """Of two lists of log-probs of the same tokens."""
+        """The gap of two lists of log-probs of the same tokens."""
         difference = (left.double() - right.double()).abs()
         if not len(difference):
             return cls(mean=0.0, largest=0.0, tokens=0)
@@ -59,14 +59,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What `diagnose` says."""
+    """The findings of `diagnose`."""
 
     gap: Gap
-    """Between sampler and trainer, as training would see it."""
+    """The gap between sampler and trainer, as training would see it."""
     unexplained: Gap
-    """What is left when every cause found, but the weights, is allowed for."""
+    """The gap that is left when every cause found, but the weights, is allowed for."""
     trainer_error: Gap
-    """Of the trainer's engine against a plain float32 forward pass of its weights."""
+    """The gap between the training engine and a plain float32 forward pass of its weights."""
     findings: tuple[Finding, ...]
 
     @property
@@ -92,9 +92,9 @@ class Scored:
 
     sampler: Float[Tensor, " tokens"]
     trainer: Float[Tensor, " tokens"]
-    """By the training engine, at the temperature that the samples say they have."""
+    """Log-probs by the training engine, at the temperature that the samples state."""
     readings: Mapping[Causes, Float[Tensor, " tokens"]]
-    """By plain forward passes of the trainer's model: the differences from the trainer put in -> log-probs."""
+    """Log-probs by plain forward passes of the trainer's model, by the differences that were put in."""
 
 
 def readings(
@@ -153,7 +153,7 @@ def diagnose(
     versions_differ: bool = False,
     tokens: TokenCheck,
 ) -> Diagnosis:
-    """Attribute the gap.
+    """Find the causes of the gap.
 
     Args:
         scored: the log-probs.

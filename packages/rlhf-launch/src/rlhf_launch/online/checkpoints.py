@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside, renamed when complete; an older one goes only after that."""
+"""Checkpoints of a run: written under another name, renamed when complete; older ones are deleted after that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Unpublished:
 
     step: int
     folder: Path
-    """To be filled by the engines."""
+    """The directory that the engines fill."""
     state: Mapping[str, Any]
     """JSON-serialisable state of the loop."""
 
@@ -32,7 +32,7 @@ class Unpublished:
 
 
 class CheckpointStore:
-    """The directory `step-000010/` and its like under one folder.
+    """The checkpoints of a run: directories like `step-000010/` in one folder.
 
     A checkpoint exists if its directory has its final name: it is filled under a temporary name, `state.json`
     last, and renamed. A crash at any moment leaves the previous checkpoints as they were. The newest `keep` stay,
@@ -49,7 +49,7 @@ class CheckpointStore:
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-[0-9]*"))
 
     def begin(self, step: int, state: Mapping[str, Any]) -> Unpublished:
-        """A new checkpoint after `step` completed steps; what an interrupted one left is removed."""
+        """Begin a checkpoint after `step` completed steps; what an interrupted one left is removed."""
         for left in self.folder.glob(".unfinished-*"):
             shutil.rmtree(left)
         folder = self.folder / f".unfinished-step-{step:06d}"
@@ -76,7 +76,7 @@ class CheckpointStore:
         return target
 
     def write(self, step: int, state: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
-        """Begin, let `fill(directory)` write the engines' parts, publish."""
+        """Write a checkpoint whose engines' parts `fill(directory)` writes."""
         unpublished = self.begin(step, state)
         fill(unpublished.folder)
         return self.publish(unpublished)

@@ -1,4 +1,4 @@
-"""Held-out prompts: scored with their own sampling, without touching the training stream."""
+"""Evaluation on held-out prompts, with their own sampling and beside the training stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_launch.samples.groups import MakeGroups
 from rlhf_launch.samples.prompts import Prompt
 
 EXAMPLES = 5
-"""Groups of an evaluation that are kept to be looked at."""
+"""How many groups of an evaluation are kept to be looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class HeldOut:
     prompts: Sequence[Prompt]
     sampling: SamplingConfig
     samples: int = 1
-    """Per prompt."""
+    """Samples per prompt."""
     pass_score: float = 0.5
     """A sample passes with a score above this."""
 
@@ -36,7 +36,7 @@ class Evaluation:
     step: int
     metrics: Mapping[str, float]
     """`reward` (avg@n), `response_length`, `truncated`, pass@k for k = 1, 2, 4, ... of several samples,
-    `dropped_samples`. Without a single score there is only the last."""
+    `dropped_samples`. Where no sample has a score there is only the last."""
     examples: Sequence[ScoredGroup] = ()
     """The first few groups."""
 
@@ -97,7 +97,7 @@ class Evaluator:
         *,
         timeout_s: float,
     ) -> None:
-        """Set up for the sets of a run.
+        """Evaluate these sets.
 
         Args:
             sets: the held-out sets by name.

@@ -33,18 +33,18 @@ class Schedule:
 
     steps: int
     evaluate_every: int = 0
-    """0 evaluates at the start and at the end."""
+    """Steps between evaluations; 0 evaluates at the start and at the end only."""
     checkpoint_every: int = 0
-    """0 saves at the end."""
+    """Steps between checkpoints; 0 saves at the end only."""
     best_metric: str | None = None
-    """The metric by which one more checkpoint is kept: the best."""
+    """The metric whose best checkpoint is kept beside the newest ones."""
     overlapping: bool = False
     """Whether generation overlaps training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineRun:
-    """Everything that the loop uses, up and connected."""
+    """The parts of a run, up and connected."""
 
     schedule: Schedule
     trainer: Trainer
@@ -56,7 +56,7 @@ class OnlineRun:
     reporter: Reporter
     state: RunState
     prompts: PromptStream
-    """What the producer draws from."""
+    """The stream that the producer draws from."""
     make_groups: MakeGroups
     """Gives what makes scored groups beside the training stream, with other settings of sampling."""
 
@@ -104,7 +104,7 @@ def check_best_metric(name: str | None, latest: Mapping[str, float]) -> None:
 
 
 def finish_step(run: OnlineRun, *, last: bool) -> None:
-    """Save and evaluate, where that is due after this step.
+    """Save and evaluate the run, if that is due after this step.
 
     What is due is saved before it is evaluated: a reward that fails in an evaluation costs no trained step.
     """

@@ -1,4 +1,4 @@
-"""What a run says: numbers of each step to the console, to JSONL and to TensorBoard, and a plot at the end."""
+"""The reports of a run: the numbers of each step on the console, in JSONL and TensorBoard files, and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = ("reward", "response_length", "kl", "entropy", "clip_fraction", "grad_n
 
 
 class Reporter:
-    """Console with a progress bar, JSONL and TensorBoard. A context manager."""
+    """Shows a run on the console and writes JSONL and TensorBoard files; a context manager."""
 
     def __init__(
         self,

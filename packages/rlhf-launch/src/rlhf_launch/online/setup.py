@@ -144,7 +144,7 @@ def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder) ->
     sampler = _samplers(config, pool, rewarder.tokenizer)
 
     def make(sampling: SamplingConfig, *, greedy_scores: bool = False) -> GroupMaker:
-        likeliest = sampler(greedy(sampling)) if greedy_scores else None
+        likeliest = sampler(greedy_sampling(sampling)) if greedy_scores else None
         return GroupMaker(sampler(sampling), rewarder, greedy=likeliest)
 
     return make

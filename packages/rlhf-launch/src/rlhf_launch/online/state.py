@@ -1,4 +1,4 @@
-"""What a run must remember to continue exactly where it stopped."""
+"""The state of a run: what must be remembered to continue exactly where it stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunState:
         seed: int = 0,
         background: bool = False,
     ) -> None:
-        """Set up for a run.
+        """Save and restore these parts of a run.
 
         Args:
             store: where checkpoints go.
@@ -54,12 +54,12 @@ class RunState:
         self._unpublished = unpublished
 
     def rate(self, score: float | None) -> None:
-        """Note by which score the best checkpoint is found, for the one that was begun at this step, if one was."""
+        """Note the score by which the best checkpoint is found, if a checkpoint was begun at this step."""
         if self._unpublished is not None and self._unpublished.step == self.step:
             self._unpublished = self._unpublished.rated(score)
 
     def publish(self, *, wait: bool = False) -> None:
-        """Make the checkpoint under way count if all ranks have written it; `wait` for them, or look only."""
+        """Publish the checkpoint under way, if all ranks have written it; `wait` until they have."""
         if self._unpublished is None or not (wait or all(engine.saved() for engine in self._engines)):
             return
         for engine in self._engines:

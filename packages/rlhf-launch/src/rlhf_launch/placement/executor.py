@@ -1,4 +1,4 @@
-"""What a worker is to whoever places it, and the executor that keeps all workers in this process."""
+"""Plans of workers, what places them, and the executor that keeps all of them in this process."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class RayHandle:
 
 
 def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
-    """The exception the worker raised, instead of Ray's wrapper around it."""
+    """The exception that the worker raised, without Ray's wrapper around it."""
     from ray.exceptions import RayActorError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -170,6 +170,6 @@ def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
 
 
 def _object_store_bytes() -> int:
-    """A small share of memory: batches and requests pass through it, weights do not."""
+    """Bytes of the object store: a small share of memory, since batches pass through it and weights do not."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(80 << 20, min(2 << 30, memory // 20))

@@ -25,12 +25,12 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """As the model sees it: `12+34=`."""
+        """The prompt as the model sees it: `12+34=`."""
         return f"{self.left}+{self.right}="
 
     @property
     def answer(self) -> str:
-        """As the model should go on: `46`."""
+        """The response that is right: `46`."""
         return str(self.left + self.right)
 
 
@@ -43,7 +43,7 @@ def make_problems(*, digits: int, held_out: int, seed: int) -> tuple[list[Proble
 
 
 def write_problems(problems: Sequence[Problem], path: Path) -> Path:
-    """JSONL with the columns `prompt` and `answer`."""
+    """Write JSONL with the columns `prompt` and `answer`; returns the path."""
     rows = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Scored groups of samples: made from prompts, and put together as the batch of a step."""
+"""Scored groups of samples: made from prompts, then put together as the batch of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GroupMaker:
         greedy: GroupSampler | None = None,
         max_in_scoring: int = 64,
     ) -> None:
-        """Set up from what draws samples and what scores them.
+        """Make groups of what is drawn and scored.
 
         Args:
             sample: draws the samples of a prompt.
@@ -83,7 +83,7 @@ class GroupMaker:
     def groups(
         self, prompts: Sequence[Prompt], *, label: str, samples: int, timeout_s: float = 900.0
     ) -> list[ScoredGroup]:
-        """The groups of all prompts, in order; for code that is no coroutine, under a running event loop too.
+        """The groups of all prompts, in order. It blocks, and may be called while an event loop is running.
 
         Args:
             prompts: all of them are started at once and queue at the engines.

@@ -1,4 +1,4 @@
-"""The prompt ledger: every prompt that was started, and what became of it. Pure bookkeeping, no clock, no threads.
+"""The prompt ledger: every prompt that was started, and what became of it. It has no clock and no threads.
 
 Let `step` be the next step to be trained, B the prompts of a step, `version` the weights that the engines have, and
 S the number of weight updates that may lie between a sample's oldest token and the step that trains on it. A group
@@ -26,23 +26,23 @@ from rlhf_rollout import ScoredGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerLimits:
-    """How many prompts may be where."""
+    """How many prompts may be under way, waiting, or replaced."""
 
     per_step: int
     """Prompts of a step, B."""
     steps: int
     """Steps of the run: nothing is started that no step would take."""
     max_staleness: int = 0
-    """S."""
+    """Weight updates that a sample may be behind, S."""
     max_in_flight: int = 0
     """Prompts being generated or scored at the same time; 0 for as many as the staleness allows."""
     max_misses: int = 0
-    """Prompts without use (filtered, or without a score) that are replaced for one step; with more of them it
-    trains on what it has. 0 means B."""
+    """Prompts without use (filtered, or without a score) that are replaced for one step; with more of them the step
+    trains on what there is. 0 means B."""
 
 
 class Ledger:
-    """Prompts by their position in the run's stream of prompts.
+    """The accounts of a run's prompts, which are known by their position in the stream.
 
     `dispatched` = in flight + waiting + consumed + filtered + dropped, at any moment.
 
@@ -91,23 +91,23 @@ class Ledger:
         return self._again.popleft() if self._again else None
 
     def start(self, position: int, *, repeated: bool = False) -> None:
-        """A prompt is on its way to the engines."""
+        """Note that a prompt is on its way to the engines."""
         self._started_at[position] = self.version
         self.counts["dispatched"] += not repeated
 
     def finish(self, position: int, group: ScoredGroup) -> None:
-        """A prompt's samples have scores."""
+        """Note that the samples of a prompt have scores."""
         self._finished[position] = group
 
     def filter(self, position: int, group: ScoredGroup) -> None:
-        """A prompt's samples teach nothing."""
+        """Note that the samples of a prompt teach nothing: their scores are equal."""
         del self._started_at[position]
         self.counts["filtered"] += 1
         self._misses += 1
         self._flat = [*self._flat, group][: self.limits.per_step]
 
     def drop(self, position: int, reason: str) -> None:
-        """None of a prompt's samples has a score."""
+        """Note that no sample of a prompt has a score."""
         del self._started_at[position]
         self.dropped.append((position, reason))
         self.counts["dropped"] += 1
@@ -115,7 +115,7 @@ class Ledger:
 
     @property
     def ready(self) -> bool:
-        """Whether the step can be taken: it is full, or will not get more, and all that is due is in it."""
+        """Whether the step can be taken: it has all groups that it will get, those that are due among them."""
         chosen = self._choice()
         unfinished = len(self._started_at) > self.waiting or self._again
         if len(chosen) < self.limits.per_step and (unfinished or not self._exhausted):
@@ -128,7 +128,7 @@ class Ledger:
         )
 
     def take(self) -> list[ScoredGroup]:
-        """The groups of the step, in the order of their prompts; the next step's turn begins.
+        """Hand over the groups of the step, in the order of their prompts, and begin the next step.
 
         Filtered groups stand in if there is no other (their advantages are zero); empty if there is none at all.
         """
@@ -151,7 +151,7 @@ class Ledger:
         return set(oldest[: self.limits.per_step])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, as JSON can.
+        """The accounts as a checkpoint holds them, in what JSON can express.
 
         Samples of prompts in flight are not kept, nor those that JSON cannot hold (images, dates): all of these are
         generated again.
@@ -171,7 +171,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Continue before `step`, with the engines at that version."""
+        """Continue from saved accounts, before `step` and with the engines at that version."""
         self.step = self.version = step
         self._again = deque(state["in_flight"])
         self._finished, self._started_at = {}, {}
@@ -198,7 +198,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _group_from_plain(data: Mapping[str, Any]) -> ScoredGroup:
-    """Inverse of `dataclasses.asdict` followed by JSON."""
+    """A group from what `dataclasses.asdict` and JSON made of it."""
     return ScoredGroup(
         trajectories=tuple(_trajectory(item) for item in data["trajectories"]),
         scores=tuple(Score(**{**item, "rewards": tuple(item["rewards"])}) for item in data["scores"]),

@@ -1,4 +1,4 @@
-"""Keeps prompts under way: generated and scored on an event loop of its own, whatever the trainer does."""
+"""The producer of groups: generates and scores on a thread of its own, whatever the trainer does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from rlhf_launch.workers.coroutines import LoopThread
 _log = logging.getLogger(__name__)
 
 During = Literal["rest", "pause", "run"]
-"""What generation does while the policy is trained: there is none; it stands still; it goes on."""
+"""What generation does while the policy is trained: `rest` has none under way, `pause` lets it stand still, `run`
+lets it continue."""
 
 
 class Engines(Protocol):
@@ -39,10 +40,10 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProducerConfig:
-    """How prompts become groups."""
+    """How a producer makes groups of prompts."""
 
     samples: int
-    """Per prompt."""
+    """Samples per prompt."""
     during_training: During = "rest"
     filter_flat: bool = False
     """Replace groups whose scores are all equal by new prompts (DAPO, Yu et al. 2025, section 3.2)."""
@@ -115,12 +116,12 @@ class Producer:
         return groups, CollectReport(seconds=seconds, counts=counts)
 
     def pause(self) -> None:
-        """Let generation rest, where it must not overlap training: the policy is about to be trained."""
+        """Let generation stand still, if it must not overlap training: the policy is about to be trained."""
         if self._config.during_training == "pause":
             self._engines.pause()
 
     def resume(self, version: int) -> None:
-        """Continue: the engines have the weights of `version`."""
+        """Let generation continue: the engines have the weights of `version`."""
         if self._config.during_training == "pause":
             self._engines.resume()
         with self._changed:
@@ -129,12 +130,12 @@ class Producer:
             self._fill()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: position, prompts in flight, groups that wait."""
+        """The state that a checkpoint holds: position, prompts in flight, groups that wait."""
         with self._changed:
             return {"prompt_position": self._prompts.position, "ledger": self.ledger.state()}
 
     def restore(self, state: dict[str, Any], *, step: int) -> None:
-        """Continue before `step`; the engines have the weights of that version. What runs now is given up."""
+        """Continue from a saved state, before `step`, with the engines at that version; what runs is given up."""
         with self._changed:
             self._open = False
         self._thread.cancel_all()

@@ -1,4 +1,4 @@
-"""The run's reward: checked before anything is started, put together when the reward models are up."""
+"""The reward of a run: checked before anything is started, put together when the reward models are up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WITH_EPISODES = frozenset({"turns", "environment"})
 
 @dataclass(frozen=True, slots=True)
 class Rewarder:
-    """The run's reward together with the tokenizer that gives it the text of the responses."""
+    """A reward together with the tokenizer that gives it the text of the responses."""
 
     reward: RewardFunction
     tokenizer: Any
@@ -73,7 +73,7 @@ class CheckedReward:
 
     @property
     def summary(self) -> str:
-        """The parts in a line: name, kind and weight."""
+        """A line that names the parts with their kinds and weights."""
         return " + ".join(f"{part.weight:g} * {name} ({part.kind})" for name, part in self.parts.items())
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ def check_reward(
 def open_reward(
     checked: CheckedReward, groups: Mapping[str, TrainGroup], tokenizer: Any
 ) -> tuple[RewardFunction, Callable[[], None]]:
-    """The whole reward, and what closes it.
+    """Put the reward together; returns it with the function that closes it.
 
     Args:
         checked: the parts.
@@ -172,7 +172,7 @@ def _load_tokenizer(name: str, part: EngineRewardConfig, *, trust_remote_code: b
 
 
 def _check_vocabulary(name: str, part: EngineRewardConfig, ours: Any, theirs: Any) -> None:
-    """A reward model reads the policy's tokens; a process reward model is given text."""
+    """Refuse a reward model of another vocabulary: it reads the policy's tokens (a step model is given text)."""
     if not part.reads_policy_tokens or theirs is None:
         return
     probe = "The answer is 42: 6 * 7.\n"

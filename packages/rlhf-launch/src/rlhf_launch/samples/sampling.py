@@ -14,11 +14,11 @@ from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.rollout_pool import RolloutPool
 
 GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory | DroppedSample]]]
-"""(prompt, label that is unique in the run, number of samples) to the samples."""
+"""Draws samples: from a prompt, a label that is unique in the run, and the number of samples."""
 
 
 def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int) -> GroupSampler:
-    """What draws single responses to a prompt, all in one request.
+    """A sampler of single responses, all those to a prompt in one request.
 
     Args:
         pool: the rollout engines.
@@ -48,7 +48,7 @@ def episode_sampler(
     max_tokens: int,
     seed: int,
 ) -> GroupSampler:
-    """What plays episodes of several turns from a prompt.
+    """A sampler of episodes of several turns.
 
     Args:
         pool: the rollout engines.
@@ -74,8 +74,8 @@ def episode_sampler(
     return play
 
 
-def greedy(sampling: SamplingConfig) -> SamplingConfig:
-    """The same limits and stops, with the most likely token in every place."""
+def greedy_sampling(sampling: SamplingConfig) -> SamplingConfig:
+    """Settings with the same limits and stops that take the most likely token everywhere."""
     return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 

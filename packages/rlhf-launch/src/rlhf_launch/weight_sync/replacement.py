@@ -53,12 +53,12 @@ class RolloutReplacement:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the trainer is busy: its weights are not those of the last sync, or its ranks are at work."""
+        """Replace nothing inside this block: the trainer is busy, or its weights are not those of the last sync."""
         with self._one_at_a_time:
             yield
 
     def sync(self, version: int) -> SyncReport:
-        """Bring all engines to `version`, inside `suspended`; new ones if that finds the last engine dead."""
+        """Bring all engines to `version`, from inside `suspended`, and replacements if all turn out dead."""
         if self._pool.live:
             try:
                 return self._sync(version)
@@ -76,7 +76,7 @@ class RolloutReplacement:
         return report
 
     def stop(self) -> None:
-        """Replace nothing more: the run is over, and whoever still waits for an engine gets an error."""
+        """Replace nothing from now on: the run is over, and whoever still waits for an engine gets an error."""
         self._left = 0
 
     def _count(self, reason: str) -> bool:

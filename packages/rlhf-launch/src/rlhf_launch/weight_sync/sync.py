@@ -37,15 +37,15 @@ class SyncReport:
     bytes: int
     buckets: int
     seconds: float
-    """From the first control call to the last acknowledgement."""
+    """Time from the first control call to the last acknowledgement."""
     partial: bool = False
-    """Only changes were sent."""
+    """Whether only changes were sent."""
     lost: tuple[str, ...] = ()
     """Engines that were found dead during this sync, with the reason; the others have the weights."""
 
 
 class WeightSync:
-    """Keeps rollout engines at the policy's version. Opens its link on first use and again after a failure."""
+    """Keeps the rollout engines at the policy's version, over a link that is opened again after a failure."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class WeightSync:
         pool: RolloutPool,
         *,
         transports: Sequence[str],
-        timeout_s: float,
+        timeout_s: float = 900.0,
         options: WeightSyncSection | None = None,
     ) -> None:
         self._policy = policy
@@ -62,14 +62,14 @@ class WeightSync:
         self._timeout_s = timeout_s
         self._link: Link | None = None
         self._opened: Link | None = None
-        """The last link, from its opening on; `_link` is one that works."""
+        """The link that was opened last, from its opening on; `_link` is one that works."""
         self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
         self._shares_memory = True
-        """Until a transfer through shared memory failed, for want of room perhaps."""
+        """False after a transfer through shared memory failed, perhaps for want of room."""
         self.transport = self._choose_transport()
-        """How the weights travel."""
+        """The kind of link that the weights travel by."""
         self.version: int | None = None
-        """What all live engines have; None before the first sync and after a failed one."""
+        """The version of all live engines; None before the first sync and after a failed one."""
         if PARTIAL_SYNCS.index(self._options.delta) > PARTIAL_SYNCS.index(pool.partial_sync):
             raise ConfigError(
                 f"weight sync: delta={self._options.delta!r} needs more than the rollout backend can take "
@@ -162,7 +162,7 @@ class WeightSync:
         return self._policy.changes(version, bucket_bytes=options.bucket_bytes, mode=options.delta)
 
     def _complete_manifest(self, version: int) -> WeightManifest:
-        """All that an engine needs which has only the weights that it was loaded with."""
+        """A manifest of everything that an engine needs which has only the weights it was loaded with."""
         options = self._options
         adapters = options.adapters == "adapter"
         return self._policy.manifest(version, bucket_bytes=options.bucket_bytes, adapters=adapters)
@@ -171,7 +171,7 @@ class WeightSync:
         return replace(manifest, checksums=True) if self._options.checksums else manifest
 
     def _choose_transport(self, *joining: int) -> str:
-        """The best kind that every engine can join; shared memory only if all, the `joining` too, share it."""
+        """The best kind of link that every engine can join; shared memory only if all share it, `joining` too."""
         kinds = list(self._transports)
         if "shm" in kinds and len(kinds) > 1 and not (self._shares_memory and self._on_one_host(joining)):
             kinds.remove("shm")
@@ -195,7 +195,7 @@ class WeightSync:
     def _meet(
         self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str
     ) -> list[Any]:
-        """Results of both sides. On failure, find out first which engines are dead: they are the cause."""
+        """The results of both sides. After a failure, dead engines are looked for first: they are the cause."""
         try:
             return gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
         except RLHFError:
@@ -207,7 +207,7 @@ class WeightSync:
             raise
 
     def _release(self, sending: Sequence[Future[Any]]) -> None:
-        """See that the sender ends, which may wait for an engine that is gone; only then can it open a new link."""
+        """End the sender, which may be waiting for an engine that is gone; only then can it open a new link."""
         give_up_at = time.monotonic() + self._timeout_s
         while wait(sending, timeout=_RELEASE_S).not_done and time.monotonic() < give_up_at:
             if self._opened is not None:

@@ -1,4 +1,4 @@
-"""Coroutines on event loops of their own threads, so that they run whether or not the caller has a loop."""
+"""Coroutines on threads with event loops of their own: they run whether or not the caller's thread has a loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether it was not closed yet."""
+        """Whether the thread was not closed yet."""
         return self._thread.is_alive()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -55,7 +55,7 @@ async def _cancel_tasks() -> None:
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, for code that is none; an event loop may be running in this thread (a notebook).
+    """Run a coroutine to its end, from code that is none; an event loop may be running in this thread (a notebook).
 
     Whatever ends the wait (an interrupt, say) also ends the coroutine.
     """

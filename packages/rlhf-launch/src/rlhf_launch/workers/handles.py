@@ -1,4 +1,4 @@
-"""Calling a worker without knowing where it runs.
+"""Handles: the way to call a worker without knowing where it runs.
 
 A worker is a plain Python class. A handle starts its methods and returns futures: `LocalHandle` runs them on a
 thread of this process, `placement.ray.RayHandle` in an actor. Everything above handles is the same code for both.
@@ -18,7 +18,7 @@ from rlhf_launch.workers.coroutines import LoopThread
 
 
 class Handle(Protocol):
-    """A worker somewhere."""
+    """A worker, wherever it runs."""
 
     name: str
 
@@ -48,11 +48,11 @@ class LocalHandle:
         self._worker = self._thread.start(construct())
 
     def ready(self) -> Future[Any]:
-        """Resolves to the worker when it is constructed."""
+        """A future of the worker, done when it is constructed."""
         return self._worker
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See Handle. Raises what the constructor raised, if it did."""
+        """See Handle. The call raises what the constructor of the worker raised, if it did."""
 
         async def run() -> Any:
             worker = await asyncio.wrap_future(self._worker)
@@ -78,7 +78,7 @@ class LocalHandle:
 
 
 def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:
-    """Results in order. The first failure is raised at once, without waiting for the others.
+    """Results of calls, in order. The first failure is raised at once, without waiting for the others.
 
     Args:
         futures: calls under way.
@@ -101,5 +101,5 @@ def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> li
 
 
 def call_all(handles: Iterable[Handle], method: str, *args: Any, what: str, timeout_s: float) -> list[Any]:
-    """The same call on every worker at once."""
+    """Results of the same call on every worker, made at once; see `gather`."""
     return gather([handle.call(method, *args) for handle in handles], what=what, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What each of many engines has to do: which one has the least, and how long they had nothing."""
+"""The load of many engines: which of them has the least work, and how long they had none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core import EngineDiedError
 
 
 class EngineLoads:
-    """Samples under way at each of `size` engines.
+    """The samples under way at each of `size` engines.
 
     The engine with the least work is found in logarithmic time, by a heap whose outdated entries are skipped when
     they come to the top. Training stream, evaluations and replacements use it from threads of their own.

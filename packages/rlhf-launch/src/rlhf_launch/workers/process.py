@@ -1,4 +1,4 @@
-"""What workers need of the process and the host that they run in."""
+"""The process and the host of a worker: its address, its seeds, the loading of models."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy
 import torch
 
 loading = threading.Lock()
-"""Loading a Transformers model switches state of the whole process (default device and dtype): workers that share a
-process load one after the other."""
+"""Held while a model is loaded. Transformers then switches state of the whole process (default device and dtype),
+so workers that share a process load one after the other."""
 
 
 def host_address() -> str:

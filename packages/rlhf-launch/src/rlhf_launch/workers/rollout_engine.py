@@ -1,4 +1,4 @@
-"""The worker that is one rollout engine: a plain class, Ray does not appear here."""
+"""The worker that is one rollout engine: a plain class that knows nothing of Ray."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class RolloutPool:
 
     @property
     def adapters(self) -> bool:
-        """Whether every engine takes an adapter alone."""
+        """Whether every engine takes adapters without the weights under them."""
         return all(capabilities.adapters for capabilities in self._capabilities)
 
     def choose_transport(self, preferred: Sequence[str]) -> str:
@@ -182,14 +182,14 @@ class RolloutPool:
             self._loads.give_back(engine, request.n)
 
     def replace_with(self, replace_lost: Callable[[], None]) -> None:
-        """How lost engines are replaced once none is left; without it their loss ends the run."""
+        """Say how lost engines are replaced once none is left; without that, the loss of the last ends the run."""
         self._replace_lost = replace_lost
 
     def _none_left(self) -> None:
         raise EngineDiedError(f"no rollout engine is left: {'; '.join(self._lost.values())}")
 
     def connect(self, link: Link) -> list[Any]:
-        """Let every live engine join a weight link; returns futures in the order of `live`."""
+        """Let every live engine join a weight link; returns futures, in the order of `live`."""
         futures, rank = [], 0
         for engine in self.live:
             futures.append(self._handles[engine].call("connect", link, rank))
@@ -210,17 +210,17 @@ class RolloutPool:
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """How all engines can pause: `keep` if they all can, else `abort`; None if some can do neither."""
+        """The way in which all engines can pause: `keep`, else `abort`; None if some can do neither."""
         common = frozenset.intersection(*(capabilities.pause_modes for capabilities in self._capabilities))
         return "keep" if "keep" in common else ("abort" if "abort" in common else None)
 
     def pause(self) -> None:
-        """Stop sampling on all engines; requests go on after `resume`. A dead engine is left out."""
+        """Stop sampling on all engines; requests continue after `resume`. A dead engine is left out."""
         self._each_live("pause", self.pause_mode)
         self._loads.pause(True)
 
     def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._each_live("resume")
         self._loads.pause(False)
 
@@ -249,7 +249,7 @@ class RolloutPool:
 
 
 def _rest(request: GenerationRequest, index: int, sample: Sample) -> GenerationRequest:
-    """A request for what is missing of one sample. With the first seed it would draw the first tokens again."""
+    """A request for what is missing of one sample, with a new seed: the first would draw the first tokens again."""
     name = f"{request.request_id}+{index}.{sample.length}"
     return replace(
         request,

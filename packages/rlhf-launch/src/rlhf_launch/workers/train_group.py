@@ -1,4 +1,4 @@
-"""All ranks of one training role, called as one engine: batches are dealt to the ranks, results put together."""
+"""All ranks of one training role as one engine: batches are dealt to the ranks, results put together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_launch.workers.handles import Handle, call_all, gather
 
 
 class TrainGroup:
-    """The ranks of one role. Has the methods of TrainEngine, over all ranks."""
+    """The ranks of one role, with the methods of TrainEngine over all of them."""
 
     def __init__(self, name: str, handles: Sequence[Handle], *, timeout_s: float) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class TrainGroup:
         return self._all("changes", version, bucket_bytes, mode, what="find the weights that changed")[0]
 
     def confirm(self, version: int) -> None:
-        """Every engine has `version`; the next `changes` start from it."""
+        """Note that every engine has `version`; the next `changes` start from it."""
         self._all("confirm", version, what="note the version that all engines have")
 
     def send(self, manifest: WeightManifest) -> list[Any]:
@@ -91,7 +91,7 @@ class TrainGroup:
         self._all("reload", what="reload")
 
     def save(self, path: Path, *, background: bool = False) -> None:
-        """See TrainEngine. In the background, where the engine can, it is complete after `finish_save`."""
+        """See TrainEngine. What an engine writes in the background is complete after `finish_save`."""
         path.mkdir(parents=True, exist_ok=True)
         self._all("save", path, background, what="save a checkpoint")
 
@@ -100,7 +100,7 @@ class TrainGroup:
         return all(self._all("saved", what="say whether its checkpoint is written"))
 
     def finish_save(self) -> None:
-        """Wait for what `save` began; does nothing after one that was not in the background."""
+        """Wait until what `save` began in the background is written."""
         self._all("finish_save", what="write a checkpoint")
 
     def load(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class TrainGroup:
         self._all("export_average", path, what="export the average of its weights")
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for, of the rank with most of each; empty for an engine that does not say."""
+        """Bytes by purpose, of the rank with most of each; empty for an engine that reports none."""
         ranks = self._all("memory", what="report its memory")
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
@@ -128,7 +128,7 @@ class TrainGroup:
             handle.close()
 
     def _a_unit_for_every_rank(self, batch: Batch) -> Batch:
-        """The batch, or as many copies of it as give every rank a unit.
+        """Repeat a batch of fewer units than ranks, until every rank has one.
 
         A loss is a sum divided by its weight over all ranks: a whole number of copies changes neither it nor its
         gradient, whatever it averages over.
@@ -148,7 +148,7 @@ class TrainGroup:
 
 
 def _reassemble(batch: Batch, dealt: list[list[int]], parts: Sequence[ModelOutputs]) -> ModelOutputs:
-    """Rows of all ranks back in the order of the batch."""
+    """The outputs of all ranks, with the rows in the order of the batch."""
     result: dict[str, torch.Tensor] = {}
     for name in (field.name for field in fields(ModelOutputs)):
         pieces = [getattr(part, name) for part in parts]

@@ -1,4 +1,4 @@
-"""The worker that is one rank of a training engine: a plain class, Ray does not appear here."""
+"""The worker that is one rank of a training engine: a plain class that knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TrainWorker:
         self._pending: PendingSave | None = None
 
     def address(self, world_size: int) -> tuple[str, int]:
-        """Rank 0's meeting point. With one rank there is none to hold; the engine finds its own."""
+        """Open the meeting point of the ranks, on rank 0. A lone rank needs none: its engine finds its own."""
         host = host_address()
         if world_size == 1:
             return host, 0
@@ -66,7 +66,7 @@ class TrainWorker:
         return host, self._store.port  # type: ignore[attr-defined]
 
     def start(self, rank: int, world_size: int, address: tuple[str, int]) -> float:
-        """Build the engine; all ranks at once. Returns the seconds it took."""
+        """Build the engine, on all ranks at once; returns the seconds that took."""
         begin = time.perf_counter()
         if world_size > 1:
             os.environ.update(
@@ -84,7 +84,7 @@ class TrainWorker:
 
     @property
     def engine(self) -> TrainEngine:
-        """The engine; only after `start`."""
+        """The engine, which is there after `start`."""
         if self._engine is None:
             raise RuntimeError("the training worker is not started")
         return self._engine
@@ -145,12 +145,12 @@ class TrainWorker:
         return self._delta.changes(version, bucket_bytes=bucket_bytes)
 
     def confirm(self, version: int) -> None:
-        """Every engine has `version`."""
+        """Note that every engine has `version`."""
         if self._delta is not None:
             self._delta.confirm(version)
 
     def send(self, manifest: WeightManifest) -> float:
-        """Gather and send what the manifest says; collective. Returns the seconds it took."""
+        """Gather and send what the manifest says, a collective; returns the seconds that took."""
         begin = time.perf_counter()
         send_weights(self._delta or self._weights(manifest.adapter is not None), manifest, self._sender)
         return time.perf_counter() - begin
@@ -164,7 +164,7 @@ class TrainWorker:
         self.engine.reload()
 
     def save(self, path: Path, background: bool = False) -> None:
-        """See TrainEngine. In the background, if the engine can; `finish_save` completes it."""
+        """See TrainEngine. An engine that can writes in the background, if asked to, until `finish_save`."""
         if background and isinstance(self.engine, SavesInBackground) and self.capabilities().background_save:
             self._pending = self.engine.save_in_background(path)
         else:
