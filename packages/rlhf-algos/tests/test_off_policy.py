@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy, effective_sample_size
+from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy, effective_sample_size, mismatch_metrics
 from rlhf_core import Batch, ConfigError
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])
@@ -25,10 +25,39 @@ def weights(**options):
         ({"level": "sequence", "high": 2.0}, [[0, 1, 1], [0, 2, 0]]),
         ({"level": "sequence", "mode": "mask", "high": 2.0}, [[0, 1, 1], [0, 0, 0]]),
         ({"level": "geometric", "mode": "reject", "low": 0.9, "high": 1.1}, [[0, 1, 1], [0, 0, 0]]),
+        ({"high": 2.0, "normalize": True}, [[0, 2 / (4.25 / 3), 0.25 / (4.25 / 3)], [0, 2 / (4.25 / 3), 0]]),
+        ({"level": "sequence", "high": None, "normalize": True}, [[0, 0.5, 0.5], [0, 1.5, 0]]),
     ],
 )
 def test_weights_by_hand(options, expected):
     torch.testing.assert_close(weights(**options), torch.tensor(expected, dtype=torch.float32))
+
+
+# d = log 4, log 1/4; log 3. k2: 0.961, 0.961; 0.604. k3: 1.614, 0.636; 0.901.
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"statistic": "k2", "high": 0.7}, [[0, 0, 0], [0, 1, 0]]),
+        ({"statistic": "k3", "high": 1.0}, [[0, 0, 1], [0, 1, 0]]),
+        ({"statistic": "k2", "level": "sequence", "high": 1.93}, [[0, 1, 1], [0, 1, 0]]),
+        ({"statistic": "k2", "level": "sequence", "high": 1.9}, [[0, 0, 0], [0, 1, 0]]),
+        ({"statistic": "k3", "level": "sequence", "high": 2.2}, [[0, 0, 0], [0, 1, 0]]),
+        ({"statistic": "k3", "level": "geometric", "high": 1.1}, [[0, 0, 0], [0, 1, 0]]),
+        ({"statistic": "k3", "level": "geometric", "high": 1.2}, [[0, 1, 1], [0, 1, 0]]),
+        ({"statistic": "k3", "level": "max", "high": 1.5}, [[0, 0, 0], [0, 1, 0]]),
+        ({"statistic": "k2", "level": "max", "high": 1.0}, [[0, 1, 1], [0, 1, 0]]),
+    ],
+)
+def test_rejection_by_divergence(options, expected):
+    torch.testing.assert_close(weights(mode="reject", **options), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_diagnostics_by_hand():
+    """Token ratios 4, 1/4 and 3; ratios of the responses 1 and 3; of their perplexities 1 and 1/3."""
+    metrics = mismatch_metrics(LOG_RATIO, MASK)
+    assert metrics["mismatch_chi2_token"].value == pytest.approx((16 + 1 / 16 + 9) / 3 - 1)
+    assert metrics["mismatch_chi2_sequence"].value == pytest.approx((1 + 9) / 2 - 1)
+    assert metrics["mismatch_perplexity_ratio"].value == pytest.approx((1 + 1 / 3) / 2)
 
 
 def batch(old, rollout):
@@ -83,6 +112,11 @@ def test_extreme_gaps(gap, level):
     assert torch.isfinite(free).all()
     masked = OffPolicyCorrection(level=level, mode="mask", low=0.5).weights(log_ratio, MASK)
     assert not masked.any()
+    for statistic in ("k2", "k3"):
+        assert (
+            not OffPolicyCorrection(level=level, mode="reject", statistic=statistic).weights(log_ratio, MASK).any()
+        )
+    assert all(math.isfinite(mean.value) for mean in mismatch_metrics(log_ratio, MASK).values())
 
 
 def test_effective_sample_size_of_nothing():
@@ -94,5 +128,11 @@ def test_refused_settings():
         OffPolicyCorrection(level="row")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="truncate, mask, reject"):
         OffPolicyCorrection(mode="clip")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="mode: reject"):
+        OffPolicyCorrection(statistic="k3")
+    with pytest.raises(ConfigError, match="mode: reject"):
+        OffPolicyCorrection(statistic="k3", mode="reject", low=0.1)
+    with pytest.raises(ConfigError, match="k2 or k3"):
+        OffPolicyCorrection(level="max", mode="reject")
     with pytest.raises(ConfigError, match="low <= high"):
         OffPolicyCorrection(low=3.0, high=2.0)

@@ -12,17 +12,27 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from rlhf_core import Batch, ConfigError, Mean, mean_of
+from rlhf_core import Batch, ConfigError, Mean, masked_mean, mean_of
 from torch import Tensor
 
 from rlhf_algos.choices import check_choices
 
-RatioLevel = Literal["token", "sequence", "geometric"]
-"""Ratio of each token; product over the response; geometric mean over the response."""
+RatioLevel = Literal["token", "sequence", "geometric", "max"]
+"""What is compared with the bounds, with the statistic `ratio`: the ratio of each `token`; of the response, the
+product over it (`sequence`); its geometric mean. With `k2` and `k3`: the estimate of each token, its sum over the
+response (`sequence`), its mean (`geometric`), or its largest (`max`)."""
+
+Statistic = Literal["ratio", "k2", "k3"]
+"""`ratio`: trainer over sampler. With d its logarithm, k2 = d^2 / 2 and k3 = exp(d) - 1 - d estimate
+KL(sampler || trainer); they are never negative and have an upper bound alone."""
 
 CorrectionMode = Literal["truncate", "mask", "reject"]
 """`truncate`: clamp the ratio into the bounds; `mask`: the ratio inside the bounds, 0 outside; `reject`: 1 inside
 the bounds, 0 outside."""
+
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to this range before an exponential, so that it stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +44,37 @@ class OffPolicyCorrection:
     - Masked importance sampling (MIS, Liu et al. 2025): `mode="mask"` at level token or sequence (TRL's
       `token_mask`, `sequence_mask`).
     - IcePop (Ling team 2025): `level="token", mode="mask", low=0.5, high=5`.
+    - Geometric rejection (KPop, TRM 2512.23075): `level="geometric", mode="reject"` with bounds near 1.
+    - verl's `rollout_rs`: `mode="reject", drop=True` with `statistic` `k2` or `k3` at level token, sequence
+      (`seq_sum`), geometric (`seq_mean`) or max (`seq_max`), or with the ratio, whose inverse verl bounds.
     - OpenRLHF's `seq-mask-tis`: a geometric `reject` and a token `truncate` with `high=None` (there, the token's
       ratio is not clamped; giving `high` a number clamps it).
     """
 
     level: RatioLevel = "token"
     mode: CorrectionMode = "truncate"
+    statistic: Statistic = "ratio"
+    """See `Statistic`; `k2` and `k3` only reject."""
     low: float | None = None
     """Lower bound of the ratio; None means 0."""
     high: float | None = 2.0
-    """Upper bound of the ratio; None means no bound."""
+    """Upper bound of the ratio, or of `k2` and `k3`; None means no bound."""
+    normalize: bool = False
+    """Divide the weights by their mean over the batch, of tokens or, at the other levels, of responses, so that
+    they are one on average (verl's `rollout_is_batch_normalize`)."""
     drop: bool = False
     """Whether a token of weight 0 also leaves the response mask, hence the denominator of the loss: True for
     verl's rejection, False in TRL and OpenRLHF, where it counts as a zero."""
 
     def __post_init__(self) -> None:
-        check_choices("off-policy", self, level=RatioLevel, mode=CorrectionMode)
+        check_choices("off-policy", self, level=RatioLevel, mode=CorrectionMode, statistic=Statistic)
+        if self.statistic != "ratio" and (self.mode != "reject" or self.low is not None):
+            raise ConfigError(
+                f"off-policy: {self.statistic} is no importance weight and has no lower bound; write mode: reject "
+                "with high alone, beside another correction that weighs"
+            )
+        if self.statistic == "ratio" and self.level == "max":
+            raise ConfigError("off-policy: level 'max' is for statistic k2 or k3; write one of these")
         low, high = self.bounds
         if not 0 <= low <= high:
             raise ConfigError(f"off-policy: needs 0 <= low <= high, got low={self.low}, high={self.high}")
@@ -68,20 +93,29 @@ class OffPolicyCorrection:
             log_ratio: old_log_probs - rollout_log_probs, zero where masked.
             mask: the response mask.
 
-        The bounds are compared in log space; the ratio itself is limited to exp(+-20), so that a response that the
-        trainer finds impossible, or certain, does not become an infinity.
-        """
-        if self.level == "sequence":
-            log_ratio = log_ratio.sum(dim=1, keepdim=True).expand(mask.shape)
-        elif self.level == "geometric":
-            count = mask.sum(dim=1, keepdim=True).clamp(min=1)
-            log_ratio = (log_ratio.sum(dim=1, keepdim=True) / count).expand(mask.shape)
-        ratio = log_ratio.clamp(-20, 20).exp()
-        low, high = self.bounds
-        if self.mode == "truncate":
-            return ratio.clamp(low, high).masked_fill(~mask, 0)
-        inside = (log_ratio >= _log(low)) & (log_ratio <= _log(high)) & mask
-        return torch.where(inside, ratio if self.mode == "mask" else 1.0, 0.0)
+        The bounds of the ratio are compared in log space; the ratio itself is limited to exp(+-20), so that a
+        response that the trainer finds impossible, or certain, does not become an infinity."""
+        if self.statistic != "ratio":
+            estimate = _at_level(_estimate(log_ratio, self.statistic), mask, self.level)
+            weights = ((estimate <= self.bounds[1]) & mask).to(log_ratio.dtype)
+        else:
+            log_ratio = _at_level(log_ratio, mask, self.level)
+            ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            low, high = self.bounds
+            if self.mode == "truncate":
+                weights = ratio.clamp(low, high).masked_fill(~mask, 0)
+            else:
+                inside = (log_ratio >= _log(low)) & (log_ratio <= _log(high)) & mask
+                weights = torch.where(inside, ratio if self.mode == "mask" else 1.0, 0.0)
+        return self._normalized(weights, mask) if self.normalize else weights
+
+    def _normalized(self, weights: Tensor, mask: Tensor) -> Tensor:
+        if self.level == "token":
+            mean = masked_mean(weights, mask)
+        else:
+            rows = mask.any(dim=1)
+            mean = masked_mean(masked_mean(weights, mask, dim=1), rows)
+        return weights / torch.where(mean > 1e-8, mean, 1.0)
 
 
 def correct_off_policy(batch: Batch, corrections: Sequence[OffPolicyCorrection]) -> tuple[Batch, dict[str, Mean]]:
@@ -114,16 +148,45 @@ def mismatch_log_ratio(batch: Batch) -> Float[Tensor, "rows length"]:
     return difference.masked_fill(~batch.response_mask | difference.isnan(), 0)
 
 
-def mismatch_metrics(log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]) -> dict[str, Mean]:
-    """How far sampler and trainer are apart, in nats per token.
+def _estimate(log_ratio: Tensor, statistic: Statistic) -> Tensor:
+    if statistic == "k2":
+        return log_ratio.square() / 2
+    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(limited) - limited
 
-    mismatch_kl: KL(sampler || trainer), estimator k1; mismatch_k3: the same by k3; mismatch_abs: mean |log-ratio|.
-    """
-    limited = log_ratio.clamp(-20, 20)
+
+def _at_level(values: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+    """Values that are zero where masked, as each token's own or as the response's on all its tokens."""
+    if level == "token":
+        return values
+    if level == "max":
+        # Only k2 and k3 come here, which are never negative.
+        return values.max(dim=1, keepdim=True).values.expand(mask.shape)
+    total = values.sum(dim=1, keepdim=True)
+    if level == "geometric":
+        total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return total.expand(mask.shape)
+
+
+def mismatch_metrics(log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]) -> dict[str, Mean]:
+    """How far sampler and trainer are apart.
+
+    In nats per token: mismatch_kl: KL(sampler || trainer), estimator k1; mismatch_k3: the same by k3;
+    mismatch_abs: mean |log-ratio|. mismatch_chi2_token: mean square of the token ratios minus 1, an estimate
+    of chi^2(trainer || sampler); mismatch_chi2_sequence: the same of whole responses, whose variance
+    importance weights have; mismatch_perplexity_ratio: mean over responses of the trainer's perplexity over
+    the sampler's."""
+    limit, rows = LOG_RATIO_LIMIT, mask.any(dim=1)
+    limited = log_ratio.clamp(-limit, limit)
+    whole = log_ratio.sum(dim=1).clamp(-limit, limit)
+    per_token = masked_mean(log_ratio, mask, dim=1).clamp(-limit, limit)
     return {
         "mismatch_kl": mean_of(-log_ratio, mask),
         "mismatch_k3": mean_of(torch.expm1(limited) - limited, mask),
         "mismatch_abs": mean_of(log_ratio.abs(), mask),
+        "mismatch_chi2_token": mean_of(torch.expm1(2 * limited), mask),
+        "mismatch_chi2_sequence": mean_of(torch.expm1(2 * whole), rows),
+        "mismatch_perplexity_ratio": mean_of((-per_token).exp(), rows),
     }
 
 

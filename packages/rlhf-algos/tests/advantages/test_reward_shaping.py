@@ -52,6 +52,8 @@ def test_kl_without_reference_is_refused():
 def test_overlong_penalty_by_hand():
     got = overlong_penalty(torch.tensor([5, 6, 7, 8, 10, 30]), max_length=10, buffer=4, penalty=2.0)
     assert got.tolist() == pytest.approx([0, 0, -0.5, -1, -2, -2])
+    growing = overlong_penalty(torch.tensor([10, 12, 30]), max_length=10, buffer=4, penalty=2.0, grows=True)
+    assert growing.tolist() == pytest.approx([-2, -3, -12])
 
 
 def test_overlong_uses_sampled_tokens():
@@ -67,6 +69,8 @@ def test_truncated_rows():
     assert scores.tolist() == [0.5, 1, 1]
     assert same.response_mask is MASK
     assert metrics["truncated"].value == pytest.approx(1 / 3)
+    scores, _, _ = shape_scores(torch.full((3,), 2.0), rows, RewardShaping(truncation_factor=0.25))
+    assert scores.tolist() == [0.5, 2, 2]
     scores, cut, _ = shape_scores(torch.ones(3), rows, RewardShaping(truncation_score=-1.0, mask_truncated=True))
     assert scores.tolist() == [-1, 1, 1]
     assert cut.response_mask.tolist() == [[False] * 4, *MASK[1:].tolist()]

@@ -75,6 +75,7 @@ ROWS = {
     "kto": make(kto, KTOConfig(desirable_weight=1.5)),
     "kto_zero": make(kto, KTOConfig(loss="apo_zero")),
     "sft": make(sft, SFTConfig()),
+    "sft_no_empty": make(sft, SFTConfig(aggregation="seq_mean_token_mean", count_empty_rows=False)),
     "dft": make(sft, SFTConfig(loss="dft", aggregation="seq_mean_token_mean")),
     "process": make(process_reward_loss, ProcessRewardLossConfig()),
     "outcome": make(process_reward_loss, ProcessRewardLossConfig(supervision="outcome")),

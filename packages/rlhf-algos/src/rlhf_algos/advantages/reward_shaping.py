@@ -30,10 +30,15 @@ class RewardShaping:
     """Tokens before `overlong_max_length` over which the penalty grows from 0."""
     overlong_penalty: float = 1.0
     """Size of the full overlong penalty."""
+    overlong_grows: bool = False
+    """Past `overlong_max_length` the penalty goes on growing (verl), and does not stay at its full size."""
     truncation_score: float | None = None
     """Score that replaces the one of a truncated response (column `truncated`, [rows] bool)."""
     truncation_penalty: float = 0.0
     """Subtracted from the score of a truncated response."""
+    truncation_factor: float = 1.0
+    """The score of a truncated response is multiplied by it first (ProRL; OpenRLHF's
+    `stop_properly_penalty_coef`, which below 0 is `truncation_score` here)."""
     mask_truncated: bool = False
     """Leave truncated responses out of the loss (DAPO's overlong filtering, TRL's `mask_truncated_completions`).
     They still count in group statistics and, under a mean over rows, as an empty row."""
@@ -51,12 +56,14 @@ class RewardShaping:
     def changes_scores(self) -> bool:
         """True if scores are not left as they are."""
         penalties = self.truncation_score is not None or bool(self.truncation_penalty)
+        penalties = penalties or self.truncation_factor != 1
         return penalties or self.normalize or self.clip is not None or self.overlong_max_length is not None
 
     @property
     def needs_truncated(self) -> bool:
         """True if the batch must have the column `truncated`."""
-        return self.truncation_score is not None or bool(self.truncation_penalty) or self.mask_truncated
+        changed = self.truncation_score is not None or bool(self.truncation_penalty) or self.truncation_factor != 1
+        return changed or self.mask_truncated
 
 
 def shape_scores(
@@ -72,6 +79,7 @@ def shape_scores(
         truncated = batch["truncated"].bool()
         if shaping.truncation_score is not None:
             scores = torch.where(truncated, shaping.truncation_score, scores)
+        scores = torch.where(truncated, shaping.truncation_factor * scores, scores)
         scores = scores - shaping.truncation_penalty * truncated
         metrics["truncated"] = mean_of(truncated.float())
     if shaping.overlong_max_length is not None:
@@ -80,6 +88,7 @@ def shape_scores(
             max_length=shaping.overlong_max_length,
             buffer=shaping.overlong_buffer,
             penalty=shaping.overlong_penalty,
+            grows=shaping.overlong_grows,
         )
         scores = scores + penalty
         metrics["overlong_penalty"] = mean_of(penalty)
@@ -96,18 +105,18 @@ def shape_scores(
 
 
 def overlong_penalty(
-    lengths: Tensor, *, max_length: int, buffer: int, penalty: float = 1.0
+    lengths: Tensor, *, max_length: int, buffer: int, penalty: float = 1.0, grows: bool = False
 ) -> Float[Tensor, " rows"]:
-    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), at most 0, at least -penalty.
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), at most 0.
 
-    0 up to max_length - buffer, then linear in the excess, -penalty from max_length on (verl's goes on growing
-    there; with max_length as the limit of generation no response is that long).
+    0 up to max_length - buffer, then linear in the excess, -penalty at max_length. From there on it stays so, or
+    goes on growing if `grows` (verl); with max_length as the limit of generation no response is longer.
 
     >>> overlong_penalty(torch.tensor([6, 9, 10, 12]), max_length=10, buffer=2)
     tensor([-0.0000, -0.5000, -1.0000, -1.0000])
     """
     excess = (lengths - (max_length - buffer)).float() / buffer
-    return -penalty * excess.clamp(0, 1)
+    return -penalty * excess.clamp(0, math.inf if grows else 1)
 
 
 def place_scores(

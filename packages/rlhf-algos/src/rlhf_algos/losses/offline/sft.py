@@ -24,6 +24,8 @@ class SFTConfig:
     """`token_mean` in TRL and by default in OpenRLHF."""
     max_length: int = 0
     """Divisor of the aggregation `max_length`, in tokens."""
+    count_empty_rows: bool = True
+    """Whether a row without a counted token is part of a mean over rows: True in TRL; False in OpenRLHF."""
     aux_loss_coef: float = 0.0
     """See `PolicyTermsConfig.aux_loss_coef`."""
 
@@ -51,7 +53,13 @@ def sft(outputs: ModelOutputs, batch: Batch, config: SFTConfig) -> LossTerms:
     per_token = -log_probs * probabilities if config.loss == "dft" else -log_probs
     if "token_weights" in batch:
         per_token = per_token * batch["token_weights"].masked_fill(~mask, 0)
-    total, weight = aggregate(per_token, mask, config.aggregation, max_length=config.max_length)
+    total, weight = aggregate(
+        per_token,
+        mask,
+        config.aggregation,
+        max_length=config.max_length,
+        count_empty_rows=config.count_empty_rows,
+    )
     metrics = {
         "sft_loss": mean_of(-log_probs, mask),
         "objective": Mean(total=float(total.detach()), weight=float(weight)),
