@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -91,15 +92,16 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         if not manifest.partial:
             held = (held or WeightCopy()) if manifest.keep_base else None
         initialize_layerwise_reload(self.model)
-        try:
-            self._receive(manifest, self.receiver, held)
-            self._check_coverage(manifest)
-        except BaseException:
-            _forget_received(self.model)
-            finalize_layerwise_reload(self.model, self.model_config)
-            raise
-        with _quiet_about_untouched_layers(manifest.partial):
-            finalize_layerwise_reload(self.model, self.model_config)
+        with _experts_packed_anew(self.model):
+            try:
+                self._receive(manifest, self.receiver, held)
+                self._check_coverage(manifest)
+            except BaseException:
+                _forget_received(self.model)
+                finalize_layerwise_reload(self.model, self.model_config)
+                raise
+            with _quiet_about_untouched_layers(manifest.partial):
+                finalize_layerwise_reload(self.model, self.model_config)
         if self._tied and self.device.type == "cpu":
             _repack_head(self.model)
         self._held = held
@@ -210,6 +212,40 @@ def _quiet_about_untouched_layers(partial: bool) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _experts_packed_anew(model: nn.Module) -> Iterator[None]:
+    """Let kernels of unquantised experts prepare the weights of every load.
+
+    vLLM calls that preparation when it builds a layer's kernel, at the first load only. Where it changes the layout
+    (on CPUs), a later load would leave plain weights in the place of packed ones, and the kernel would read them
+    wrongly.
+    """
+    methods = [
+        method
+        for layer in model.modules()
+        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+    ]
+    for method in methods:
+        method.process_weights_after_loading = _with_preparation(method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            del method.process_weights_after_loading
+
+
+def _with_preparation(method: UnquantizedFusedMoEMethod) -> Callable[[Any], None]:
+    process: Callable[[Any], None] = method.process_weights_after_loading
+
+    def process_and_prepare(layer: Any) -> None:
+        built = method.moe_kernel
+        process(layer)
+        if built is not None and method.moe_kernel is built:
+            built.fused_experts.process_weights_after_loading(layer)
+
+    return process_and_prepare
 
 
 def _repack_head(model: nn.Module) -> None:
