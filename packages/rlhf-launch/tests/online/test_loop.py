@@ -1,289 +1,170 @@
-"""The loop with everything in this process: torch engine, Transformers backend."""
+"""What happens after a step: saved first, then evaluated; the best checkpoint is one that was measured."""
 
-import json
-import math
-import subprocess
-import sys
-import time
+import contextlib
 import types
 
 import pytest
-import torch
-import yaml
-from rlhf_algos import from_mapping
-from rlhf_core import ConfigError, RewardError
-from rlhf_launch.config.run import OnlineConfig
+from rlhf_core import RewardError
 from rlhf_launch.online.checkpoints import CheckpointStore
-from rlhf_launch.online.run import train
-from rlhf_launch.online.setup import open_producer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from rlhf_launch.online.evaluation import Evaluation
+from rlhf_launch.online.loop import OnlineRun, Schedule, finish_step, run_steps
+from rlhf_launch.online.report import Reporter
+from rlhf_launch.online.state import RunState
 
 
-def read_rows(run):
-    path = run.folder / "metrics.jsonl"
-    return [row for row in map(json.loads, path.read_text().splitlines()) if "reward" in row]
+class Engine:
+    """A role whose checkpoint is one file, written at once."""
+
+    name = "policy"
+
+    def save(self, path, *, background):
+        path.mkdir()
+        (path / "weights").write_text("w")
+
+    def saved(self):
+        return True
+
+    def finish_save(self):
+        pass
 
 
-def without_times(rows):
-    """Without what differs from run to run: seconds, and the last bits of the generator's log-probs, which depend
-    on the requests that happened to share a batch."""
-    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch")
-    return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
+class Run:
+    """A run whose evaluations give the rewards of a script."""
+
+    def __init__(self, folder, *, rewards=(), keep=1, **schedule):
+        self.rewards = dict(rewards)
+        producer = types.SimpleNamespace(
+            state=lambda: {"ledger": {}},
+            collect=lambda: ([], types.SimpleNamespace(seconds={}, counts={})),
+            pause=lambda: None,
+            resume=lambda version: None,
+        )
+        kl = types.SimpleNamespace(state_dict=dict)
+        self.store = CheckpointStore(folder / "checkpoints", keep=keep)
+        self.reporter = Reporter(folder, steps=100, tensorboard=False)
+        self.run = OnlineRun(
+            schedule=Schedule(**{"steps": 100, "best_metric": "eval/sums/reward", **schedule}),
+            trainer=types.SimpleNamespace(step=lambda groups, step, clock: (Nothing(), {"reward": 0.0})),
+            producer=producer,
+            pool=types.SimpleNamespace(lost={}, take_idle_seconds=lambda: 0.0),
+            sync=None,
+            replacement=types.SimpleNamespace(
+                suspended=contextlib.nullcontext, sync=lambda version: types.SimpleNamespace(version=version)
+            ),
+            evaluator=self.evaluate,
+            reporter=self.reporter,
+            state=RunState(self.store, [Engine()], producer, kl),
+            prompts=None,
+            make_groups=None,
+        )
+
+    def evaluate(self, step):
+        reward = self.rewards.get(step, 0.0)
+        if isinstance(reward, Exception):
+            raise reward
+        yield Evaluation(name="sums", step=step, metrics={"reward": reward, "dropped_samples": 0.0})
+
+    def finish(self, step, *, last=False):
+        self.run.state.step = step
+        finish_step(self.run, last=last)
 
 
-def grpo_settings(folder, output_dir):
-    return {
-        "model": {"path": str(folder / "policy")},
-        "data": {"train": str(folder / "prompts.jsonl"), "hold_out": 4},
-        "lengths": {"max_prompt_tokens": 16},
-        "reward": {"function": "launch_rewards:share_of_alphanumerics"},
-        "algorithm": {"name": "grpo", "kl_coef": 0.01},
-        "rollout": {"backend": "transformers", "samples_per_prompt": 8, "sampling": {"max_tokens": 8}},
-        "train": {"engine": "torch", "prompts_per_step": 8, "steps": 12, "optimizer": {"learning_rate": 3e-3}},
-        "placement": {"executor": "local", "device": "cpu"},
-        "output": str(output_dir),
-        "checkpoint": {"every": 4},
-    }
+class Nothing:
+    """A batch without tokens, for the clock."""
+
+    response_mask = types.SimpleNamespace(sum=lambda: 0)
+    tokens = 0
 
 
-@pytest.fixture(scope="module")
-def grpo(folder, tmp_path_factory):
-    """One finished GRPO run with a KL penalty; the tests look at what it left."""
-    settings = grpo_settings(folder, tmp_path_factory.mktemp("grpo") / "run")
-    return train(from_mapping(OnlineConfig, settings, source="test"))
+@pytest.fixture
+def start(tmp_path):
+    return lambda **settings: Run(tmp_path, **settings)
 
 
-def rise(run):
-    rewards = [row["reward"] for row in read_rows(run)]
-    return (sum(rewards[-3:]) - sum(rewards[:3])) / 3
+def test_the_best_checkpoint_is_one_that_was_evaluated(start):
+    run = start(rewards={50: 0.9, 100: 0.1}, checkpoint_every=10, evaluate_every=50)
+    for step in range(10, 101, 10):
+        run.finish(step, last=step == 100)
+    assert run.store.best() == 50
+    assert run.store.steps() == [50, 100]
 
 
-def test_the_reward_rises(grpo):
-    assert rise(grpo) > 0.05
+def test_an_evaluation_between_checkpoints_keeps_the_weights_it_found_best(start):
+    run = start(rewards={4: 0.5, 8: 0.9, 12: 0.7}, checkpoint_every=10, evaluate_every=4)
+    for step in range(1, 13):
+        run.finish(step)
+    assert run.store.best() == 8
+    assert run.store.steps() == [8, 10]
 
 
-@pytest.mark.parametrize("paused", [True, False])
-def test_the_reward_rises_with_stale_samples_too(folder, make_config, tmp_path, paused):
-    overlap = {"max_staleness": 2, "pause_while_training": paused}
-    run = train(make_config(grpo_settings(folder, tmp_path / "run"), rollout__overlap=overlap))
-    assert sum(row["staleness/mean"] for row in read_rows(run)) > 6
-    assert rise(run) > 0.05
+def test_a_metric_of_the_step_itself_needs_no_evaluation(start):
+    run = start(best_metric="reward", checkpoint_every=1)
+    for step, reward in enumerate((0.2, 0.8, 0.4), start=1):
+        run.reporter.step(step, {"reward": reward})
+        run.finish(step)
+    assert run.store.best() == 2
 
 
-def test_every_step_reports_what_a_user_looks_at(grpo):
-    rows = read_rows(grpo)
-    assert [row["weight_version"] for row in rows] == list(range(1, 13))
-    for name in (
-        *("reward", "reference_kl", "entropy", "clip_fraction", "grad_norm", "response_length", "truncated"),
-        *(f"seconds/{phase}" for phase in ("rollout", "reward", "score", "train", "sync", "step")),
-        *("tokens_per_second/rollout", "tokens_per_second/train", "learning_rate"),
-    ):
-        assert all(math.isfinite(row[name]) for row in rows), name
+def test_a_reward_that_fails_in_the_last_evaluation_costs_no_checkpoint(start):
+    run = start(rewards={7: RewardError("no network")})
+    with pytest.raises(RewardError, match="no network"):
+        run.finish(7, last=True)
+    assert run.store.steps() == [7]
+    assert (run.store.latest()[0] / "policy" / "weights").exists()
 
 
-def test_the_generator_follows_the_trainer(grpo):
-    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in read_rows(grpo))
+def test_the_caller_may_end_the_run_in_good_order(start):
+    seen = []
+
+    def on_step(step, metrics):
+        seen.append((step, metrics["reward"], metrics["weight_version"]))
+        return step < 3
+
+    run = start()
+    run_steps(run.run, on_step)
+    assert seen == [(1, 0.0, 1), (2, 0.0, 2), (3, 0.0, 3)]
+    assert run.store.steps() == [3]
+    assert [evaluation.step for evaluation in run.reporter.evaluations] == [3]
 
 
-def test_the_kl_grows_from_zero(grpo):
-    kl = [row["reference_kl"] for row in read_rows(grpo)]
-    assert kl[0] == pytest.approx(0, abs=1e-6)
-    assert kl[-1] > 1e-4
+def test_an_exception_of_the_caller_ends_the_run_at_once(start):
+    def on_step(step, metrics):
+        if step == 2:
+            raise LookupError("enough")
+
+    run = start(checkpoint_every=1)
+    with pytest.raises(LookupError, match="enough"):
+        run_steps(run.run, on_step)
+    assert run.store.steps() == [1]
 
 
-def test_the_model_is_a_normal_transformers_directory(grpo, folder):
-    saved = grpo.folder / "model"
-    model, start = (AutoModelForCausalLM.from_pretrained(path) for path in (saved, folder / "policy"))
-    assert len(AutoTokenizer.from_pretrained(saved)) == len(AutoTokenizer.from_pretrained(folder / "policy"))
-    weights, before = model.state_dict(), start.state_dict()
-    assert weights.keys() == before.keys()
-    assert any(not torch.equal(weights[name], before[name]) for name in weights)
+def test_saying_nothing_lets_the_run_continue(start):
+    run = start(steps=4)
+    run_steps(run.run, lambda step, metrics: None)
+    assert run.run.state.step == 4
 
 
-def test_plot_config_events_and_checkpoints_are_there(grpo):
-    directory = grpo.folder
-    assert (directory / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert (directory / "config.yaml").exists()
-    assert list(directory.glob("events.out.tfevents*"))
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
+def test_only_the_newest_evaluation_of_a_set_keeps_its_examples(tmp_path):
+    reporter = Reporter(tmp_path, steps=3, tensorboard=False)
+    for step in range(3):
+        for name in ("a", "b"):
+            metrics = {"reward": float(step), "dropped_samples": 0.0}
+            reporter.evaluation(Evaluation(name=name, step=step, metrics=metrics, examples=[object()]))
+    assert [(e.name, e.step, len(e.examples)) for e in reporter.evaluations] == [
+        ("a", 0, 0),
+        ("b", 0, 0),
+        ("a", 1, 0),
+        ("b", 1, 0),
+        ("a", 2, 1),
+        ("b", 2, 1),
+    ]
+    assert reporter.measured("eval/a/reward", 2) == 2.0
+    assert reporter.measured("eval/a/reward", 1) is None
+    assert reporter.measured("nothing", 1) is None
 
 
-def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folder):
-    config = make_config(
-        settings,
-        reward={"model": str(folder / "reward")},
-        algorithm={"name": "ppo", "kl_coef": 0.05},
-        train__minibatches=2,
-        train__critic_warmup_steps=1,
-    )
-    run = train(config)
-    rows = read_rows(run)
-    assert "grad_norm" not in rows[0]  # only the critic is trained in exactly the first step
-    assert all("grad_norm" in row for row in rows[1:])
-    assert all(math.isfinite(row["critic/loss"]) and row["critic/grad_norm"] > 0 for row in rows)
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert abs(rows[2]["kl"]) > 0
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
-    whole = train(make_config(settings, train__steps=4, checkpoint__every=2, output=str(tmp_path / "whole")))
-    part = make_config(settings, train__steps=4, checkpoint__every=2, output=str(tmp_path / "part"))
-    train(make_config(settings, train__steps=2, checkpoint__every=2, output=str(tmp_path / "part")))
-    resumed = train(part, resume=True)
-    assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict().items():
-        other = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "model").state_dict()[name]
-        assert torch.equal(tensor, other), name
-
-
-def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
-    settings |= {"checkpoint": {"every": 1}, "tensorboard": False}
-    settings["train"] = {**settings["train"], "steps": 6}
-    whole = train(make_config(settings, output=str(tmp_path / "whole")))
-    settings["output"] = str(tmp_path / "killed")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    program = "from rlhf_launch.cli.main import main; main()"
-    run = subprocess.Popen(
-        [sys.executable, "-c", program, "train", str(tmp_path / "run.yaml")], stdout=subprocess.DEVNULL
-    )
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    while run.poll() is None and not (checkpoints / "step-000002").exists():
-        time.sleep(0.002)
-    run.kill()
-    run.wait()
-    resumed = train(make_config(settings), resume=True)
-    assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
-    final = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "killed")]
-    weights, other = (model.state_dict() for model in final)
-    assert all(torch.equal(weights[name], other[name]) for name in weights)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [("raises", "no network today"), ("nan", "nan"), ("too_few", "1 scores for 4 samples")],
-)
-def test_a_bad_reward_stops_the_run_with_its_reason(settings, make_config, function, message):
-    config = make_config(settings, reward__function=f"launch_rewards:{function}", data__hold_out=0)
-    with pytest.raises(RewardError, match=message):
-        train(config)
-
-
-def test_episodes_in_an_environment(settings, make_config):
-    settings["reward"] = {}
-    config = make_config(
-        settings,
-        rollout__agent={"environment": "launch_rewards:CountToThree"},
-        lengths__max_length=120,
-        data__hold_out=2,
-    )
-    rows = read_rows(train(config))
-    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)  # turns were not tokenised again
-    assert all(0 < row["response_length"] <= 24 for row in rows)
-    assert all(row["reward"] > 0 and row["grad_norm"] > 0 for row in rows)
-
-
-def test_episodes_overlap_training(settings, make_config, folder):
-    config = make_config(
-        settings,
-        reward={"model": str(folder / "reward")},
-        rollout__agent={"environment": "launch_rewards:CountToThree"},
-        lengths__max_length=120,
-        rollout__overlap={"max_staleness": 1},
-        data__hold_out=2,
-        evaluation__every=1,
-    )
-    rows = read_rows(train(config))
-    assert [row["prompts/used"] for row in rows] == [4, 4, 4]
-    assert all(row["staleness/max"] <= 1 and row["grad_norm"] > 0 for row in rows)
-
-
-def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folder):
-    data = {"path": str(folder / "prompts.jsonl"), "limit": 3}
-    held_out = {"data": data, "samples": 4, "temperature": 1.0}
-    config = make_config(
-        settings, evaluation={"sets": {"sums": held_out}, "every": 1}, rollout__dynamic_sampling={"max_rounds": 2}
-    )
-    run = train(config)
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "eval/sums/pass@4" in row] == [0, 1, 2, 3]
-    assert [row["step"] for row in rows if "eval/held-out/reward" in row] == [0, 1, 2, 3]
-    steps = [row for row in rows if "reward" in row]
-    assert all(row["prompts/started"] == row["prompts/used"] + row["prompts/filtered"] for row in steps)
-
-
-def store(run):
-    return CheckpointStore(run.folder / "checkpoints")
-
-
-def final_state(run):
-    return store(run).latest()[1]
-
-
-@pytest.mark.parametrize("paused", [True, False])
-def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
-    settings, make_config, tmp_path, paused
-):
-    changes = {
-        "rollout__overlap": {"max_staleness": 2, "pause_while_training": paused},
-        "rollout__sampling": {"max_tokens": 12},
-        "train__prompts_per_step": 3,
-        "checkpoint__every": 2,
-        "evaluation__every": 2,
-        "output": str(tmp_path / "run"),
-    }
-    half = train(make_config(settings, train__steps=4, **changes))
-    assert final_state(half)["ledger"]["counts"]["consumed"] == 12
-    # The trainer stops amid the run: what is in flight belongs to the checkpoint.
-    (half.folder / "checkpoints" / "step-000004").rename(tmp_path / "lost")
-    state = final_state(half)
-    ledger = state["ledger"]
-    assert state["step"] == 2
-    assert ledger["counts"]["dispatched"] == 6 + len(ledger["in_flight"]) + len(ledger["finished"])
-    run = train(make_config(settings, train__steps=6, **changes), resume=True)
-    state = final_state(run)
-    assert state["ledger"] == {
-        "in_flight": [],
-        "finished": [],
-        "dropped": [],
-        "counts": {"dispatched": 18, "consumed": 18, "filtered": 0, "dropped": 0, "dropped_samples": 0},
-    }
-    assert state["prompt_position"] == 18
-    rows = read_rows(run)
-    assert [row["weight_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert all(row["staleness/max"] <= 2 for row in rows)
-    assert any(row["staleness/mean"] > 0 for row in rows)
-    assert all(0 < row["off_policy_weight"] <= 2 for row in rows)  # corrected although nothing said so
-    assert all(row["idle_seconds/engines"] >= 0 and row["idle_seconds/trainer"] >= 0 for row in rows)
-
-
-def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
-    overlap = {"rollout__overlap": {}}
-    with pytest.raises(ConfigError, match="no top_p, top_k, min_p or min_tokens"):
-        make_config(settings, rollout__sampling={"max_tokens": 8, "top_p": 0.9}, **overlap)
-    with pytest.raises(ConfigError, match="max_staleness must be at least 1"):
-        make_config(settings, rollout__overlap={"max_staleness": 0})
-    own = make_config(settings, algorithm={"name": "grpo", "off_policy": [{"mode": "mask"}]}, **overlap)
-    assert [correction.mode for correction in own.recipe.off_policy] == ["mask"]
-    assert make_config(settings, rollout__overlap={"off_policy_correction": False}).recipe.off_policy == ()
-    assert make_config(settings).recipe.off_policy == ()
-    paused = make_config(settings, rollout__overlap={"pause_while_training": True})
-    unpausable = types.SimpleNamespace(pause_mode=None)
-    with pytest.raises(ConfigError, match="a rollout backend that can pause"):
-        open_producer(paused, None, None, unpausable)
-
-
-def test_the_best_checkpoint_outlives_newer_ones(settings, make_config):
-    with pytest.raises(ConfigError, match=r"names the set 'sums'; there is held-out"):
-        make_config(settings, evaluation__best_metric="eval/sums/reward")
-    config = make_config(settings, evaluation__best_metric="learning_rat")
-    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
-        train(config)
-    best = make_config(
-        settings,
-        evaluation__best_metric="learning_rate",
-        checkpoint__every=1,
-        checkpoint__keep=1,
-        train__optimizer={"learning_rate": 1e-3, "schedule": "linear"},
-        output=f"{config.output}-2",
-    )
-    assert store(train(best)).steps() == [1, 3]
+def test_an_evaluation_without_any_score_is_said(tmp_path, capsys):
+    reporter = Reporter(tmp_path, steps=3, tensorboard=False)
+    reporter.evaluation(Evaluation(name="a", step=1, metrics={"dropped_samples": 8.0}))
+    assert "a reward nan, 8 sample(s) without a score" in capsys.readouterr().out
+    assert reporter.measured("eval/a/reward", 1) is None
