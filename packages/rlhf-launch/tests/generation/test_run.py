@@ -18,7 +18,7 @@ from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.cli.main import app
 from rlhf_launch.config.generate import GenerateConfig, ignored_by_generation
 from rlhf_launch.config.reward import RewardSection
-from rlhf_launch.generate.run import generate
+from rlhf_launch.generation.run import generate
 from rlhf_rollout import AgentConfig
 from typer.testing import CliRunner
 

@@ -52,7 +52,7 @@ def generate(
         from rlhf_algos import load_config
 
         from rlhf_launch.config.generate import GenerateConfig, ignored_by_generation
-        from rlhf_launch.generate.run import generate as generate_samples
+        from rlhf_launch.generation.run import generate as generate_samples
 
         defaults = [] if path else ["rollout.samples_per_prompt=1", "placement.executor=local"]
         loaded = load_config(GenerateConfig, path, [*defaults, *arguments, *given], ignore=ignored_by_generation())

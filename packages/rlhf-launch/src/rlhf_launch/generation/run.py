@@ -14,7 +14,7 @@ from rlhf_algos import check_model_path
 from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_scores
 
 from rlhf_launch.config.generate import GenerateConfig
-from rlhf_launch.generate.rows import GeneratedRows, make_row
+from rlhf_launch.generation.rows import GeneratedRows, make_row
 from rlhf_launch.placement.plans import reward_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
 from rlhf_launch.placement.start import executor_of, start_workers
