@@ -30,13 +30,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from rlhf_algos import from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.config.rollout import Overlap
-from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.online.checkpoints import CheckpointStore
-from rlhf_launch.online.loop import OnlineRun, run_steps
-from rlhf_launch.online.preflight import check_inputs
-from rlhf_launch.online.report import Reporter
-from rlhf_launch.online.setup import open_producer, open_run, schedule_of
+from rlhf_launch import (
+    CheckpointStore,
+    OnlineConfig,
+    OnlineRun,
+    Overlap,
+    Reporter,
+    check_inputs,
+    open_producer,
+    open_run,
+    run_steps,
+    schedule_of,
+)
 
 FILL = 2
 """Steps that are not counted."""

@@ -218,8 +218,7 @@ def bench_engines(
 
 def bench_rewards(vllm: Any, requests: Sequence[GenerationRequest], repeats: int) -> dict[str, Any]:
     """Each group is one request of eight samples, which is scored while the others are still being generated."""
-    from rlhf_launch.samples.prompts import Prompt
-    from rlhf_launch.samples.sampling import trajectories_of
+    from rlhf_launch import Prompt, trajectories_of
     from rlhf_rollout import PythonReward
 
     groups = [replace(request, request_id=f"g{index}", n=GROUP) for index, request in enumerate(requests[::GROUP])]
@@ -302,7 +301,7 @@ class FakeHandle:
 
 def dispatch(engines: int, in_flight: int) -> None:
     """All requests through a pool, every one in flight before the first is answered."""
-    from rlhf_launch.workers.rollout_pool import RolloutPool
+    from rlhf_launch import RolloutPool
 
     fakes = FakeEngines(in_flight)
     pool = RolloutPool([FakeHandle(str(index), fakes) for index in range(engines)], timeout_s=60)

@@ -21,10 +21,7 @@ def main() -> None:
     if find_spec("vllm"):
         raise SystemExit("this environment was meant to be without vLLM")
     from rlhf_core.testing.tiny import save_tiny_model
-    from rlhf_launch.config.run import (
-        OnlineConfig,
-    )
-    from rlhf_launch.online.run import train
+    from rlhf_launch import OnlineConfig, train
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,1 +1,212 @@
-"""Placeholder."""
+"""Whole runs as functions, and the pieces of which a loop of one's own is made.
+
+>>> from rlhf_algos import load_config                                           # doctest: +SKIP
+>>> from rlhf_launch import OnlineConfig, train                                  # doctest: +SKIP
+>>> result = train(load_config(OnlineConfig, "examples/gsm8k.yaml"))             # doctest: +SKIP
+
+Runs: `train`, `generate`, `train_offline` and `check_mismatch` take a configuration and block until they are done,
+also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines, weight sync;
+`examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked for, so that
+importing this package costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_launch.config.generate import GenerateConfig
+    from rlhf_launch.config.reward import RewardSection
+    from rlhf_launch.config.rollout import DynamicSampling, Overlap, RolloutSection
+    from rlhf_launch.config.run import (
+        AlgorithmSection,
+        EvaluationSet,
+        OnlineConfig,
+        OnlineEvaluationSection,
+        OnlineTrainSection,
+    )
+    from rlhf_launch.config.weight_sync import WeightSyncSection
+    from rlhf_launch.generation.run import GenerationReport, generate
+    from rlhf_launch.mismatch.attribution import Diagnosis, Finding, Gap
+    from rlhf_launch.mismatch.run import MismatchReport, check_mismatch
+    from rlhf_launch.offline.run import train_offline
+    from rlhf_launch.online.checkpoints import CheckpointStore
+    from rlhf_launch.online.evaluation import Evaluation, Evaluator, HeldOut, pass_at_k
+    from rlhf_launch.online.loop import OnlineRun, OnStep, Schedule, restore, run_steps
+    from rlhf_launch.online.metrics import PhaseClock
+    from rlhf_launch.online.preflight import Inputs, check_inputs
+    from rlhf_launch.online.report import Reporter, plot_run
+    from rlhf_launch.online.run import RunResult, train
+    from rlhf_launch.online.setup import open_producer, open_run, schedule_of
+    from rlhf_launch.online.trainer import Trainer, UpdatePlan
+    from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan, WorkerRoom
+    from rlhf_launch.placement.plans import engine_plans, rank_plans
+    from rlhf_launch.placement.ray import RayCluster
+    from rlhf_launch.placement.start import Workers, open_executor, start_workers
+    from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, staleness
+    from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+    from rlhf_launch.samples.producer import CollectReport, Producer, ProducerConfig
+    from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptStream, read_prompts
+    from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
+    from rlhf_launch.samples.sampling import (
+        GroupSampler,
+        episode_sampler,
+        greedy_sampling,
+        response_sampler,
+        trajectories_of,
+    )
+    from rlhf_launch.seeds import request_seed
+    from rlhf_launch.weight_sync.replacement import RolloutReplacement
+    from rlhf_launch.weight_sync.sync import SyncReport, WeightSync
+    from rlhf_launch.workers.coroutines import run_coroutine
+    from rlhf_launch.workers.handles import Handle, LocalHandle
+    from rlhf_launch.workers.rollout_pool import RolloutPool
+    from rlhf_launch.workers.train_group import TrainGroup
+
+_MODULES = {
+    "config.generate": ("GenerateConfig",),
+    "config.reward": ("RewardSection",),
+    "config.rollout": ("DynamicSampling", "Overlap", "RolloutSection"),
+    "config.run": (
+        "AlgorithmSection",
+        "EvaluationSet",
+        "OnlineConfig",
+        "OnlineEvaluationSection",
+        "OnlineTrainSection",
+    ),
+    "config.weight_sync": ("WeightSyncSection",),
+    "generation.run": ("GenerationReport", "generate"),
+    "mismatch.attribution": ("Diagnosis", "Finding", "Gap"),
+    "mismatch.run": ("MismatchReport", "check_mismatch"),
+    "offline.run": ("train_offline",),
+    "online.checkpoints": ("CheckpointStore",),
+    "online.evaluation": ("Evaluation", "Evaluator", "HeldOut", "pass_at_k"),
+    "online.loop": ("OnStep", "OnlineRun", "Schedule", "restore", "run_steps"),
+    "online.metrics": ("PhaseClock",),
+    "online.preflight": ("Inputs", "check_inputs"),
+    "online.report": ("Reporter", "plot_run"),
+    "online.run": ("RunResult", "train"),
+    "online.setup": ("open_producer", "open_run", "schedule_of"),
+    "online.trainer": ("Trainer", "UpdatePlan"),
+    "placement.executor": ("Executor", "LocalExecutor", "WorkerPlan", "WorkerRoom"),
+    "placement.plans": ("engine_plans", "rank_plans"),
+    "placement.ray": ("RayCluster",),
+    "placement.start": ("Workers", "open_executor", "start_workers"),
+    "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "staleness"),
+    "samples.ledger": ("Ledger", "LedgerLimits"),
+    "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
+    "samples.prompts": ("Prompt", "PromptFormat", "PromptStream", "read_prompts"),
+    "samples.reward": ("CheckedReward", "Rewarder", "check_reward", "open_reward"),
+    "samples.sampling": (
+        "GroupSampler",
+        "episode_sampler",
+        "greedy_sampling",
+        "response_sampler",
+        "trajectories_of",
+    ),
+    "seeds": ("request_seed",),
+    "weight_sync.replacement": ("RolloutReplacement",),
+    "weight_sync.sync": ("SyncReport", "WeightSync"),
+    "workers.coroutines": ("run_coroutine",),
+    "workers.handles": ("Handle", "LocalHandle"),
+    "workers.rollout_pool": ("RolloutPool",),
+    "workers.train_group": ("TrainGroup",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "AlgorithmSection",
+    "CheckedReward",
+    "CheckpointStore",
+    "CollectReport",
+    "Diagnosis",
+    "DynamicSampling",
+    "Evaluation",
+    "EvaluationSet",
+    "Evaluator",
+    "Executor",
+    "Finding",
+    "Gap",
+    "GenerateConfig",
+    "GenerationReport",
+    "GroupMaker",
+    "GroupSampler",
+    "Handle",
+    "HeldOut",
+    "Inputs",
+    "Ledger",
+    "LedgerLimits",
+    "LocalExecutor",
+    "LocalHandle",
+    "MakeGroups",
+    "MismatchReport",
+    "OnStep",
+    "OnlineConfig",
+    "OnlineEvaluationSection",
+    "OnlineRun",
+    "OnlineTrainSection",
+    "Overlap",
+    "PhaseClock",
+    "Producer",
+    "ProducerConfig",
+    "Prompt",
+    "PromptFormat",
+    "PromptStream",
+    "RayCluster",
+    "Reporter",
+    "RewardSection",
+    "Rewarder",
+    "RolloutPool",
+    "RolloutReplacement",
+    "RolloutSection",
+    "RunResult",
+    "Schedule",
+    "SyncReport",
+    "TrainGroup",
+    "Trainer",
+    "UpdatePlan",
+    "WeightSync",
+    "WeightSyncSection",
+    "WorkerPlan",
+    "WorkerRoom",
+    "Workers",
+    "check_inputs",
+    "check_mismatch",
+    "check_reward",
+    "collate_groups",
+    "engine_plans",
+    "episode_sampler",
+    "generate",
+    "greedy_sampling",
+    "open_executor",
+    "open_producer",
+    "open_reward",
+    "open_run",
+    "pass_at_k",
+    "plot_run",
+    "rank_plans",
+    "read_prompts",
+    "request_seed",
+    "response_sampler",
+    "restore",
+    "run_coroutine",
+    "run_steps",
+    "schedule_of",
+    "staleness",
+    "start_workers",
+    "train",
+    "train_offline",
+    "trajectories_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, whether they were imported or not."""
+    return sorted({*globals(), *__all__})

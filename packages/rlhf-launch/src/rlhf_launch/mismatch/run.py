@@ -38,16 +38,23 @@ class MismatchReport:
 
 
 def check_mismatch(
-    config: OnlineConfig, *, prompts: int, sampler_model: str | None = None, console: Console | None = None
+    config: OnlineConfig, *, prompts: int = 8, sampler_model: str | None = None, console: Console | None = None
 ) -> MismatchReport:
-    """Run the check on the first `prompts` prompts with the run's own sampling settings, and print the numbers.
+    """Compare the log-probs of sampler and trainer, find where a difference comes from, and print the numbers.
 
-    `sampler_model` is what the generator loads, if it is not `model.path` like the trainer: an older checkpoint,
-    say, or an export whose weights are in doubt.
+    Args:
+        config: a run, whose own sampling settings are used.
+        prompts: how many of its prompts, from the first on.
+        sampler_model: what the rollout engine loads, if that is not the policy's model: an older checkpoint, say,
+            or an export whose weights are in doubt.
+        console: where the numbers go; standard output if not given.
+
+    Raises:
+        UserError: the input is at fault; nothing heavy was started.
     """
     console = console or Console(highlight=False)
     if prompts < 1:
-        raise ConfigError(f"--prompts must be at least 1, got {prompts}")
+        raise ConfigError(f"the check needs at least 1 prompt, got {prompts}")
     inputs = check_inputs(config)
     inputs.reward.close()  # nothing is scored here
     if sampler_model is not None:
