@@ -25,7 +25,7 @@ from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder, open_reward
-from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, response_sampler
+from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, greedy_sampling, response_sampler
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.rollout_pool import RolloutPool
