@@ -44,6 +44,7 @@ from rlhf_algos.advantages.reward_shaping import (
 )
 from rlhf_algos.advantages.self_play import RoleBaselines
 from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
+from rlhf_algos.config.describe import commented_yaml, json_schema, reference, schema_text
 from rlhf_algos.config.devices import choose_device, choose_dtype
 from rlhf_algos.config.loader import dump_config, from_mapping, load_config, to_plain
 from rlhf_algos.config.sections import (
@@ -313,6 +314,7 @@ __all__ = [
     "cispo",
     "clip_cov",
     "collate_examples",
+    "commented_yaml",
     "correct_off_policy",
     "cpo",
     "discounted_returns",
@@ -342,6 +344,7 @@ __all__ = [
     "grpo_advantages",
     "gspo",
     "in_our_form",
+    "json_schema",
     "kl_baseline",
     "kl_cov",
     "kl_estimate",
@@ -375,6 +378,7 @@ __all__ = [
     "process_reward_loss",
     "read_metrics",
     "read_rows",
+    "reference",
     "reference_log_probs",
     "reference_log_ratios",
     "reinforce",
@@ -385,6 +389,7 @@ __all__ = [
     "rloo_advantages",
     "row_count",
     "sapo",
+    "schema_text",
     "sequence_log_ratio",
     "sft",
     "shape_scores",

@@ -45,7 +45,8 @@ def _command(method: str) -> Callable[..., None]:
             bool, typer.Option("--print-config", help="Print the full configuration and stop.")
         ] = False,
     ) -> None:
-        from rlhf_algos.config.loader import dump_config, load_config
+        from rlhf_algos.config.describe import commented_yaml
+        from rlhf_algos.config.loader import load_config
         from rlhf_algos.offline.config import OfflineConfig
 
         extra = list(overrides or ())
@@ -55,7 +56,7 @@ def _command(method: str) -> Callable[..., None]:
         chosen = [] if method == "train" else [f"algorithm.name={method}"]
         settings = load_config(OfflineConfig, config, [*extra, *chosen])
         if print_config:
-            sys.stdout.write(dump_config(settings))
+            sys.stdout.write(commented_yaml(settings))
             return
         import transformers
 

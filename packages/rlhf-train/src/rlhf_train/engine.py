@@ -69,6 +69,9 @@ class DeepSpeedEngine:
         ConfigError: an unknown option (see ZeroConfig), settings that exclude each other, or no such model.
     """
 
+    options_type = ZeroConfig
+    """What its `options` hold, for those who show or check them."""
+
     env_vars = staticmethod(env_vars)
 
     @staticmethod

@@ -67,6 +67,11 @@ class OfflineAlgorithmSection:
         return {"name": self.name, "loss_function": self.loss_function} | to_plain(self.loss)
 
     @property
+    def settings(self) -> Any:
+        """What holds the keys beside `name`."""
+        return self.loss
+
+    @property
     def method(self) -> Method:
         """The method itself."""
         return _method(self.name, self.loss_function)

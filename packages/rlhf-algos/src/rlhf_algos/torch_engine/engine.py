@@ -48,6 +48,9 @@ class TorchEngine:
     gradients are averaged.
     """
 
+    options_type = TorchOptions
+    """What its `options` hold, for those who show or check them."""
+
     @staticmethod
     def capabilities(config: EngineConfig) -> TrainCapabilities:
         """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""

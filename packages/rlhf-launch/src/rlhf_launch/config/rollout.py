@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from rlhf_core import ConfigError, SamplingConfig
@@ -70,6 +71,13 @@ class RolloutSection:
     tensor_parallel_size: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chosen backend."""
+
+    @property
+    def backend_name(self) -> str:
+        """The backend, `auto` resolved."""
+        if self.backend != "auto":
+            return self.backend
+        return "vllm" if find_spec("vllm") is not None else "transformers"
 
     def __post_init__(self) -> None:
         for name in ("engines", "samples_per_prompt", "max_num_seqs", "tensor_parallel_size"):

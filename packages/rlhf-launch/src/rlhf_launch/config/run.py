@@ -49,11 +49,13 @@ class AlgorithmSection:
 
     name: str = "grpo"
     """A name of docs/algorithms.md (grpo, ppo, dapo, rloo, remax, ...), or `module:Class` of your own `Recipe`."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Fields of the recipe that differ from the named one's. In a file they stand beside `name`."""
+    recipe: Recipe = field(init=False)
+    """The algorithm itself."""
 
     def __post_init__(self) -> None:
-        _ = self.recipe  # refuses what the recipe refuses
+        object.__setattr__(self, "recipe", make_recipe(self.name, self.options))
 
     @classmethod
     def from_keys(cls, data: Mapping[str, Any], *, source: str, prefix: str) -> AlgorithmSection:
@@ -72,14 +74,14 @@ class AlgorithmSection:
         return {"name": self.name} | to_plain(self.recipe)
 
     @property
+    def settings(self) -> Any:
+        """What holds the keys beside `name`."""
+        return self.recipe
+
+    @property
     def min_samples_per_prompt(self) -> int:
         """Fewer samples of a prompt give the algorithm nothing to compare."""
         return self.recipe.min_samples_per_prompt
-
-    @property
-    def recipe(self) -> Recipe:
-        """The algorithm itself."""
-        return make_recipe(self.name, self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,6 +75,9 @@ class OpenAIBackend:
         ConfigError: no server at `base_url`, a wrong key, or a model that it does not serve.
     """
 
+    options_type = OpenAIOptions
+    """What its `options` hold, for those who show or check them."""
+
     def __init__(self, config: RolloutConfig) -> None:
         import openai
 

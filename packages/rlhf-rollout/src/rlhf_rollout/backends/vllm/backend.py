@@ -55,6 +55,9 @@ class VLLMBackend:
         EngineDiedError: the engine did not start; and, by every call, after it has failed. Names the first cause.
     """
 
+    options_type = VLLMOptions
+    """What its `options` hold, for those who show or check them."""
+
     env_vars = staticmethod(env_vars)
 
     def __init__(self, config: RolloutConfig) -> None:

@@ -1,0 +1,160 @@
+"""`rlhf init`, `--print-config` and the reference pages: configurations as files that explain themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rlhf_algos import (
+    METHODS,
+    NAMED_RECIPES,
+    OfflineConfig,
+    commented_yaml,
+    from_mapping,
+    make_recipe,
+    reference,
+    schema_text,
+)
+from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, ConfigError, PluginError, did_you_mean, load_plugin
+
+from rlhf_launch.cli.errors import run_command
+
+_ONLINE_KEYS = (
+    *("model.path", "model.lora", "data.train", "data.hold_out", "data.chat", "data.system_prompt"),
+    *("lengths.max_prompt_tokens", "lengths.long_prompts", "reward.function", "algorithm"),
+    *("rollout.samples_per_prompt", "rollout.sampling.max_tokens", "rollout.sampling.temperature"),
+    *("train.ranks", "train.steps", "train.prompts_per_step", "train.minibatches"),
+    *("train.optimizer.learning_rate", "train.max_tokens_per_micro_batch", "train.gradient_checkpointing"),
+    *("evaluation.every", "checkpoint.every", "output", "seed"),
+)
+_OFFLINE_KEYS = (
+    *("model.path", "model.lora", "data.train", "data.hold_out", "data.chat", "algorithm", "lengths.max_length"),
+    *("lengths.long_prompts", "train.ranks", "train.batch_size", "train.epochs", "train.optimizer.learning_rate"),
+    *("train.optimizer.schedule", "train.optimizer.warmup", "train.max_tokens_per_micro_batch"),
+    *("train.gradient_checkpointing", "evaluation.every", "checkpoint.every", "output", "seed"),
+)
+_NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "distill": {"teacher": "path/of/the/teacher"},
+    "gdpo": {"advantage_options": {"parts": {"correct": 1.0, "format": 0.5}}},
+}
+"""Settings without a default."""
+_ROWS = {
+    "sft": '{"messages": [...]}, or {"prompt": ..., "completion": ...}',
+    "distill": '{"messages": [...]}, or {"prompt": ..., "completion": ...}',
+    "kto": '{"prompt": ..., "completion": ..., "label": true}, or pairs',
+    "prm": '{"prompt": ..., "completions": [...], "labels": [...]}',
+}
+_PAIRS = '{"prompt": ..., "chosen": ..., "rejected": ...}'
+_PROMPTS = '{"prompt": ...} and the columns that the reward takes, for instance "answer"'
+
+
+def init(
+    method: Annotated[str, typer.Argument(help="grpo, ppo, dapo, rloo, ...; or dpo, sft, rm, kto, ...")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; printed if not given.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every key, not only those that are usually set.")] = False,
+) -> None:
+    """Write a commented configuration to start from."""
+
+    def work() -> None:
+        text = starting_file(method, full=full)
+        if output is None:
+            typer.echo(text, nl=False)
+            return
+        if output.exists():
+            raise ConfigError(f"{str(output)!r} exists; give another name, or remove it")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{str(output)!r} cannot be written: {error}") from error
+        typer.echo(f"wrote {output}")
+
+    run_command(work)
+
+
+def starting_file(method: str, *, full: bool = False) -> str:
+    """The text of a configuration to start from.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    from rlhf_launch.config.run import OnlineConfig
+
+    name = method.replace("-", "_")
+    common: dict[str, Any] = {
+        "model": "path/or/hub-name",
+        "data": {"train": "data.jsonl"},
+        "output": f"runs/{name}",
+    }
+    if name in NAMED_RECIPES:
+        algorithm = {"name": name, **_NEEDED.get(name, {})}
+        settings = common | {"algorithm": algorithm, "reward": {"function": "rlhf_rollout:math_answer"}}
+        if make_recipe(name, _NEEDED.get(name)).min_samples_per_prompt < 2:
+            settings["rollout"] = {"samples_per_prompt": 1}
+        config: Any = from_mapping(OnlineConfig, settings, source="rlhf init")
+        command, rows, keys = f"rlhf train {name}.yaml", _PROMPTS, _ONLINE_KEYS
+    elif name in METHODS:
+        algorithm = {"name": name, **_NEEDED.get(name, {})}
+        config = from_mapping(OfflineConfig, common | {"algorithm": algorithm}, source="rlhf init")
+        command, rows, keys = f"rlhf offline {name} {name}.yaml", _ROWS.get(name, _PAIRS), _OFFLINE_KEYS
+        command += f"`, or alone, without Ray and DeepSpeed: `rlhf-algos {name} {name}.yaml"
+    else:
+        known = [*NAMED_RECIPES, *METHODS]
+        raise ConfigError(
+            f"{method!r} is no method; {did_you_mean(name, known)}there are {', '.join(sorted(known))}"
+        )
+    head = f"# `{command}`\n# Rows of data.jsonl: {rows}\n\n"
+    return head + commented_yaml(config, options=option_groups(config), only=None if full else keys)
+
+
+def printed(config: Any) -> str:
+    """Every setting of a configuration with its meaning, those of the chosen engine and backend as comments."""
+    return commented_yaml(config, options=option_groups(config))
+
+
+def option_groups(config: Any) -> Mapping[str, Any]:
+    """The classes behind `train.options` and `rollout.options` of the parts that the configuration chooses."""
+    chosen = {"train.options": (TRAIN_ENGINES, config.train.engine_name)}
+    if hasattr(config, "rollout"):
+        chosen["rollout.options"] = (ROLLOUT_BACKENDS, config.rollout.backend_name)
+    found = {}
+    for key, (group, name) in chosen.items():
+        try:
+            kind = getattr(load_plugin(group, name), "options_type", None)
+        except PluginError:  # not installed here: the file may be for another machine
+            continue
+        if kind is not None:
+            found[key] = kind
+    return found
+
+
+def reference_pages() -> dict[str, str]:
+    """The generated files of docs/ by name: a reference and a schema for each kind of configuration."""
+    from rlhf_launch.config.generate import GenerateConfig
+    from rlhf_launch.config.run import OnlineConfig
+
+    kinds = {
+        "train": (OnlineConfig, "Configuration of `rlhf train`"),
+        "offline": (OfflineConfig, "Configuration of `rlhf offline` and `rlhf-algos`"),
+        "generate": (GenerateConfig, "Configuration of `rlhf generate`"),
+    }
+    pages: dict[str, str] = {}
+    for name, (cls, title) in kinds.items():
+        pages[f"configuration-{name}.md"] = reference(cls, heading=title)
+        pages[f"schema/{name}.json"] = schema_text(cls, title=title.replace("`", ""))
+    return pages
+
+
+def write_reference(folder: Path) -> None:
+    """Write the generated pages below `folder`."""
+    for name, text in reference_pages().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_reference(Path("docs"))
