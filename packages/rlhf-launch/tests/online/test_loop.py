@@ -13,25 +13,29 @@ from rlhf_launch.online.state import RunState
 
 
 class Engine:
-    """A role whose checkpoint is one file, written at once."""
+    """A role whose checkpoint is one file, which takes until `finish_save` if it is written in the background."""
 
     name = "policy"
 
     def save(self, path, *, background):
         path.mkdir()
-        (path / "weights").write_text("w")
+        self.writing = path if background else None
+        if not background:
+            (path / "weights").write_text("w")
 
     def saved(self):
-        return True
+        return self.writing is None
 
     def finish_save(self):
-        pass
+        if self.writing is not None:
+            (self.writing / "weights").write_text("w")
+            self.writing = None
 
 
 class Run:
     """A run whose evaluations give the rewards of a script."""
 
-    def __init__(self, folder, *, rewards=(), keep=1, **schedule):
+    def __init__(self, folder, *, rewards=(), keep=1, background=False, **schedule):
         self.rewards = dict(rewards)
         producer = types.SimpleNamespace(
             state=lambda: {"ledger": {}},
@@ -53,7 +57,7 @@ class Run:
             ),
             evaluator=self.evaluate,
             reporter=self.reporter,
-            state=RunState(self.store, [Engine()], producer, kl),
+            state=RunState(self.store, [Engine()], producer, kl, background=background),
             prompts=None,
             make_groups=None,
         )
@@ -105,10 +109,11 @@ def test_a_metric_of_the_step_itself_needs_no_evaluation(start):
     assert run.store.best() == 2
 
 
-def test_a_reward_that_fails_in_the_last_evaluation_costs_no_checkpoint(start):
-    run = start(rewards={7: RewardError("no network")})
+@pytest.mark.parametrize(("last", "background"), [(True, False), (False, False), (False, True)])
+def test_a_reward_that_fails_in_an_evaluation_costs_no_checkpoint(start, last, background):
+    run = start(rewards={7: RewardError("no network")}, evaluate_every=7, checkpoint_every=7, background=background)
     with pytest.raises(RewardError, match="no network"):
-        run.finish(7, last=True)
+        run.finish(7, last=last)
     assert run.store.steps() == [7]
     assert (run.store.latest()[0] / "policy" / "weights").exists()
 

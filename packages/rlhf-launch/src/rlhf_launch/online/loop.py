@@ -116,13 +116,16 @@ def finish_step(run: OnlineRun, *, last: bool) -> None:
     try:
         if last or _due(step, schedule.evaluate_every):
             evaluate(run)
-    finally:
-        score = _best_score(run)
+    except BaseException:
         with run.replacement.suspended():
-            if _worth_keeping(run, score, saved=saved):
-                run.state.save()
-            run.state.rate(score)
-            run.state.publish(wait=last)
+            run.state.publish(wait=True)
+        raise
+    score = _best_score(run)
+    with run.replacement.suspended():
+        if _worth_keeping(run, score, saved=saved):
+            run.state.save()
+        run.state.rate(score)
+        run.state.publish(wait=last)
 
 
 def evaluate(run: OnlineRun) -> None:
