@@ -12,7 +12,7 @@ PACKAGES = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "typecheck", "tests", "algos_alone", "own_backend"]
+nox.options.sessions = ["lint", "typecheck", "api", "tests", "algos_alone", "own_backend"]
 # One thread per process: several processes of several threads spin against each other on few cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -29,6 +29,18 @@ def lint(session):
 def typecheck(session):
     """Types of the five packages."""
     session.run("pyright")
+
+
+@nox.session
+def api(session):
+    """The public API against each package's last release: a break must stand in its changelog."""
+    session.run("python", "tests/api/api_breaks.py")
+
+
+@nox.session
+def docs(session):
+    """Write the pages of docs/ that are made from the code; the tests fail where they are stale."""
+    session.run("python", "-m", "rlhf_launch.cli.configuration", env=ENVIRONMENT)
 
 
 @nox.session
