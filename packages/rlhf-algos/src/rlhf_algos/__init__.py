@@ -150,7 +150,7 @@ from rlhf_algos.losses.online.covariance import (
 )
 from rlhf_algos.losses.online.pretraining import mix_pretraining
 from rlhf_algos.losses.online.registry import POLICY_LOSSES, make_policy_loss
-from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
@@ -160,6 +160,7 @@ from rlhf_algos.losses.online.terms import (
     sequence_log_ratio,
     token_advantages,
 )
+from rlhf_algos.losses.online.trust_region import BinaryDivergence, DPPOConfig, dppo
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.metrics import MetricsWriter, read_metrics
 from rlhf_algos.off_policy import (
@@ -187,7 +188,7 @@ from rlhf_algos.offline.teacher import DistillConfig, distill
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO
-from rlhf_algos.recipes.recipe import KLPlace, PolicyRecipe, Recipe
+from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.model import TorchOptions, check_model_path
 
@@ -207,6 +208,7 @@ __all__ = [
     "AdvantageScale",
     "Aggregation",
     "BestOfGroupAdvantagesConfig",
+    "BinaryDivergence",
     "BradleyTerryConfig",
     "CISPOConfig",
     "CPOConfig",
@@ -215,6 +217,7 @@ __all__ = [
     "ClipCovConfig",
     "CorrectionMode",
     "DPOConfig",
+    "DPPOConfig",
     "DataSection",
     "DataSource",
     "DistillConfig",
@@ -260,6 +263,7 @@ __all__ = [
     "OfflineEvaluationSection",
     "OfflineEvent",
     "OfflineTrainSection",
+    "OldLogProbs",
     "OnPolicyDistillationConfig",
     "OptimizerSection",
     "OtherTokens",
@@ -295,6 +299,7 @@ __all__ = [
     "TorchOptions",
     "TrainResult",
     "TrainSection",
+    "VESPOConfig",
     "ValueClipConfig",
     "WhitenConfig",
     "Whitening",
@@ -324,6 +329,7 @@ __all__ = [
     "divergence_from_top_k",
     "divergence_of_known",
     "dpo",
+    "dppo",
     "dump_config",
     "effective_sample_size",
     "encode_rows",
@@ -376,6 +382,7 @@ __all__ = [
     "ppo_clip",
     "preference_examples",
     "process_reward_loss",
+    "prompt_tokens",
     "read_metrics",
     "read_rows",
     "reference",
@@ -410,6 +417,7 @@ __all__ = [
     "turn_ends",
     "unpaired_examples",
     "value_clip",
+    "vespo",
     "whiten",
     "with_kl_baseline",
     "with_sft_divisor",

@@ -26,6 +26,20 @@ def test_empty_rows_can_be_left_out():
     assert float(row_count(MASK)) == 3
 
 
+def test_prompt_mean_over_micro_batches():
+    """Rows 0 and 1 answer one prompt with 4 tokens, row 2 another one with none."""
+    tokens = torch.tensor([4.0, 4.0, 0.0])
+    total, weight = aggregate(VALUES, MASK, "prompt_mean", prompt_tokens=tokens)
+    assert [float(total), float(weight)] == pytest.approx([(1 + 2 + 3 + 10) / 4, 1.0])
+    parts = [
+        aggregate(VALUES[i : i + 1], MASK[i : i + 1], "prompt_mean", prompt_tokens=tokens[i : i + 1])
+        for i in (0, 1)
+    ]
+    assert [float(sum(x)) for x in zip(*parts, strict=True)] == pytest.approx([4.0, 1.0])
+    with pytest.raises(ConfigError, match="prompt_tokens"):
+        aggregate(VALUES, MASK, "prompt_mean")
+
+
 def test_unknown_or_incomplete_choice_says_what_to_write():
     with pytest.raises(ConfigError, match="token_mean"):
         aggregate(VALUES, MASK, "mean")  # type: ignore[arg-type]

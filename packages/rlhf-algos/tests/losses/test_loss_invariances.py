@@ -19,8 +19,9 @@ from rlhf_algos.losses.offline.sft import SFTConfig, sft
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
 from rlhf_algos.losses.online.registry import POLICY_LOSSES
-from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.trust_region import DPPOConfig, dppo
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.testing import LossCase, LossInvariances, sample_batch
 from rlhf_core import Loss
@@ -49,6 +50,12 @@ POLICY = {
     "gmpo": make(gmpo, GMPOConfig(**REGULARISED)),
     "cispo": make(cispo, CISPOConfig(ratio_high=1.2)),
     "sapo": make(sapo, SAPOConfig(**REGULARISED)),
+    "prompt_mean": make(ppo_clip, PPOClipConfig(aggregation="prompt_mean", **REGULARISED)),
+    "top_entropy": make(ppo_clip, PPOClipConfig(top_entropy=0.4)),
+    "opsm": make(ppo_clip, PPOClipConfig(sequence_kl_limit=0.01)),
+    "dppo": make(dppo, DPPOConfig(limit_low=0.05, log_ratio_coef=0.1, **REGULARISED)),
+    "dppo_kl": make(dppo, DPPOConfig(divergence="kl", limit_low=0.01, symmetric=True)),
+    "vespo": make(vespo, VESPOConfig(kl_coef=0.1)),
     "kl_cov": make(kl_cov, KLCovConfig(fraction=0.2)),
     "clip_cov": make(clip_cov, ClipCovConfig(fraction=0.2, covariance_low=0.01)),
 }
@@ -81,7 +88,17 @@ ROWS = {
     "outcome": make(process_reward_loss, ProcessRewardLossConfig(supervision="outcome")),
     "on_policy_kd": make(on_policy_distillation, OnPolicyDistillationConfig(clip_range=0.2)),
 }
-STOP_GRADIENT = {"cispo", "dft", "on_policy_kd", "gspo_token", "dr_grpo", "aot_unpaired"}
+STOP_GRADIENT = {
+    "cispo",
+    "dft",
+    "on_policy_kd",
+    "gspo_token",
+    "dr_grpo",
+    "aot_unpaired",
+    "dppo",
+    "dppo_kl",
+    "vespo",
+}
 """Losses whose gradient is not, by intention, the derivative of their value."""
 
 

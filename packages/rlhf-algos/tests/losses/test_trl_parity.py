@@ -17,7 +17,7 @@ from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_diviso
 from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
 from rlhf_algos.losses.offline.reward_model import BradleyTerryConfig, bradley_terry
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
-from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, gmpo, gspo
+from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
 from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
 from rlhf_algos.off_policy import OffPolicyCorrection
 from rlhf_core import Batch, ModelOutputs
@@ -45,6 +45,7 @@ class Accelerator:
     sync_gradients = False
     gather = gather_for_metrics = staticmethod(lambda value: value)
     reduce = staticmethod(lambda value, reduction: value)
+    pad_across_processes = staticmethod(lambda value, dim, pad_index: value)
 
 
 def sample(seed=0, dtype=torch.float64):
@@ -112,17 +113,31 @@ POLICY = {
     "dapo weights": ({"use_vllm": True}, ppo_clip, PPOClipConfig(**WIDE)),
     "grpo sequence": ({"importance_sampling_level": "sequence"}, gspo, GSPOConfig(**WIDE)),
     "cispo": ({}, cispo, CISPOConfig(ratio_high=0.2)),
+    "luspo sequence": (
+        {"importance_sampling_level": "sequence"},
+        gspo,
+        GSPOConfig(**WIDE, aggregation="seq_mean_token_sum"),
+    ),
+    "vespo": ({}, vespo, VESPOConfig()),
+    "grpo opsm": (
+        {"off_policy_mask_threshold": 0.02},
+        ppo_clip,
+        PPOClipConfig(**WIDE, **SEQUENCE, sequence_kl_limit=0.02),
+    ),
+    "dapo entropy tokens": ({"top_entropy_quantile": 0.3}, ppo_clip, PPOClipConfig(**WIDE, top_entropy=0.3)),
     "sapo": ({}, sapo, SAPOConfig(temperature_positive=1.0, temperature_negative=1.05)),
 }
 
 
 def grpo_state(loss_type, data, leaf, options):
     """What GRPOTrainer._compute_loss reads of its trainer."""
+    trainer = trl_class("trainer.grpo_trainer.GRPOTrainer")
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (leaf, data.entropy, None),
         aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        top_entropy_quantile=options.get("top_entropy_quantile", 1.0),
+        off_policy_mask_threshold=options.get("off_policy_mask_threshold"),
+        **{name: getattr(trainer, name) for name in ("get_off_policy_mask", "get_gamma_weights")},
         importance_sampling_level=options.get("importance_sampling_level", "token"),
         beta=options.get("beta", 0.0),
         args=SimpleNamespace(
@@ -130,6 +145,10 @@ def grpo_state(loss_type, data, leaf, options):
             delta=options.get("delta"),
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
             steps_per_generation=1,
         ),
         loss_type=loss_type,
@@ -169,13 +188,19 @@ def test_grpo_trainer(name):
     data = sample()
     leaf = data.log_probs.clone().requires_grad_()
     state = grpo_state(name.split()[0], data, leaf, options)
-    theirs = trl_class("trainer.grpo_trainer.GRPOTrainer")._compute_loss(state, None, completion_inputs(data))
+    high = trl_class("trainer.grpo_trainer.GRPOTrainer").get_high_entropy_mask
+    state.get_high_entropy_mask = lambda entropies, mask, threshold: high(state, entropies, mask, threshold)
+    inputs = completion_inputs(data)
+    if not options.get("use_vllm"):
+        del inputs["importance_sampling_ratio"]
+    theirs = trl_class("trainer.grpo_trainer.GRPOTrainer")._compute_loss(state, None, inputs)
     columns = {"advantages": data.advantages, "old_log_probs": with_prompt(data.old)}
     columns["ref_log_probs"] = with_prompt(data.ref)
     if options.get("use_vllm"):
         columns["importance_weights"] = with_prompt(data.weights)
     outputs = ModelOutputs(log_probs=with_prompt(leaf), entropy=with_prompt(data.entropy))
-    agree(function(outputs, rows_of(data.mask, **columns), config), theirs, leaf)
+    batch = config.add_columns(rows_of(data.mask, old_entropy=with_prompt(data.entropy), **columns))
+    agree(function(outputs, batch, config), theirs, leaf)
 
 
 def test_gmpo_trainer():

@@ -205,3 +205,35 @@ def test_rewards_of_turns_with_discount_and_kl():
     rows = turns([[0.0, 1.0, 0.0, 1.0]] * 2).with_columns(ref_log_probs=torch.full((2, 4), -0.5))
     ready, _ = recipe.prepare(rows, torch.tensor([2.0, 2.0]), torch.tensor([0, 0]), 1.0)
     assert ready["advantages"][0].tolist() == [0, 1 - 0.5 + 0.5 * (1 - 0.5), 0, 1 - 0.5]
+
+
+@pytest.mark.parametrize("source", ["trainer", "sampler"])
+def test_whose_log_probs_the_ratios_start_from(source):
+    rows = batch(old_log_probs=torch.full((4, 3), -1.0), rollout_log_probs=torch.full((4, 3), -1.5))
+    recipe = GRPO(old_log_probs=source)
+    ready, metrics = recipe.prepare(rows, SCORES, IDS, 0.0)
+    assert float(ready["old_log_probs"][0, 1]) == {"trainer": -1.0, "sampler": -1.5}[source]
+    assert metrics["mismatch_kl"].value == pytest.approx({"trainer": -0.5, "sampler": 0.0}[source])
+    assert recipe.old_outputs == {"trainer": ("log_probs",), "sampler": ()}[source]
+
+
+def test_the_samplers_log_probs_must_be_there():
+    unknown = torch.full((4, 3), float("nan"))
+    with pytest.raises(ConfigError, match="old_log_probs: trainer"):
+        GRPO(old_log_probs="sampler").prepare(batch(rollout_log_probs=unknown), SCORES, IDS, 0.0)
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        GRPO(old_log_probs="sampler", off_policy=(OffPolicyCorrection(),))
+
+
+def test_the_most_uncertain_tokens_alone():
+    """Two of the five tokens have an entropy above the 60 % quantile."""
+    recipe = GRPO(loss_options={"top_entropy": 0.4})
+    assert recipe.old_outputs == ("log_probs", "entropy")
+    entropy = torch.tensor([[9.0, 1.0, 2.0], [9.0, 3.0, 9.0], [9.0, 4.0, 5.0], [9.0, 9.0, 9.0]])
+    ready, _ = recipe.prepare(batch(old_entropy=entropy), SCORES, IDS, 0.0)
+    assert ready["entropy_selected"].int().tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
+
+
+def test_tokens_of_each_prompt():
+    ready, _ = GRPO(loss_options={"aggregation": "prompt_mean"}).prepare(batch(), SCORES, IDS, 0.0)
+    assert ready["prompt_tokens"].tolist() == [3, 3, 2, 2]

@@ -77,7 +77,7 @@ def test_options_replace_and_merge():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dappo", {}, "did you mean 'dapo'"),
+        ("daapo", {}, "did you mean 'dapo'"),
         ("grpo", {"advantag": "rloo"}, "did you mean 'advantage'"),
         ("ppo", {"advantage": "rloo"}, "unknown key"),
         ("grpo", {"kl_coef": "much"}, "kl_coef must be a number"),
@@ -134,6 +134,8 @@ def test_options_of_another_estimator_than_the_presets_do_not_linger():
 def test_recipes_say_how_many_samples_and_what_else_they_need(name):
     recipe = make_recipe(name, NEEDED.get(name))
     alone = {"ppo", "reinforce", "reinforce_pp", "remax"}
+    sampler = {"scale_rl", "dppo"}
+    assert recipe.old_outputs == (() if name in sampler else ("log_probs",))
     assert recipe.min_samples_per_prompt == (1 if name in alone else 2)
     assert recipe.needs_greedy_scores == (name == "remax")
     assert recipe.score_parts == (("right", "short") if name == "gdpo" else ())

@@ -266,6 +266,9 @@ def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
     assert [correction.mode for correction in own.recipe.off_policy] == ["mask"]
     assert make_config(settings, rollout__overlap={"off_policy_correction": False}).recipe.off_policy == ()
     assert make_config(settings).recipe.off_policy == ()
+    assert make_config(settings, algorithm="dppo", **overlap).recipe.off_policy == ()  # the ratios start there
+    with pytest.raises(ConfigError, match="old_log_probs: trainer"):
+        make_config(settings, algorithm="dppo", rollout__sampling={"max_tokens": 8, "top_p": 0.9})
     paused = make_config(settings, rollout__overlap={"pause_while_training": True})
     unpausable = types.SimpleNamespace(pause_mode=None)
     with pytest.raises(ConfigError, match="a rollout backend that can pause"):

@@ -103,6 +103,17 @@ def test_rewards_of_single_turns_reach_every_recipe(recipe):
     assert torch.isfinite(batch["advantages"]).all()
 
 
+def test_the_policy_is_asked_for_what_the_algorithm_needs():
+    run = trainer(make_recipe("dapo", {"loss_options": {"top_entropy": 0.5}}))
+    batch, _ = run.step([group("a", 1.0, 0.0)], 0, PhaseClock())
+    assert batch["old_entropy"].shape == batch["old_log_probs"].shape
+    assert "entropy_selected" in batch
+    run = trainer(make_recipe("dppo"))
+    batch, _ = run.step([group("a", 1.0, 0.0)], 0, PhaseClock())
+    assert not run.policy.scored
+    assert batch["old_log_probs"][0].tolist() == [0.0, -0.5, -0.5]  # the sampler's own
+
+
 def test_remax_compares_with_the_greedy_score():
     run = trainer(make_recipe("remax", {}))
     batch, metrics = run.step([group("a", 1.0, greedy=0.25), group("b", 0.0, greedy=0.5)], 0, PhaseClock())

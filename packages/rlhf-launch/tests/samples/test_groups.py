@@ -2,6 +2,7 @@
 
 import asyncio
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,14 @@ def test_rows_of_one_prompt_share_a_number_and_keep_their_scores():
 def test_every_row_has_the_greedy_score_of_its_prompt():
     batch = collate_groups([group("a", 1.0, 0.0, greedy=0.25), group("b", 0.5, greedy=0.0)])
     assert batch["greedy_scores"].tolist() == [0.25, 0.25, 0.0]
+
+
+def test_parts_that_every_score_names_reach_the_batch():
+    first = replace(group("a", 1.0), scores=(Score(value=1.0, components={"right": 1.0, "short": 0.5}),))
+    second = replace(group("b", 0.0), scores=(Score(value=0.0, components={"right": 0.0}),))
+    batch = collate_groups([first, second])
+    assert batch["score/right"].tolist() == [1.0, 0.0]
+    assert "score/short" not in batch
 
 
 def test_rewards_of_single_turns_reach_the_batch():

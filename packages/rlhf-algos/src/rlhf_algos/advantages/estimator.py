@@ -37,6 +37,12 @@ class AdvantageConfig:
         return ()
 
     @property
+    def old_outputs(self) -> tuple[str, ...]:
+        """Fields of ModelOutputs, beside log_probs, that the batch must have as columns `old_<field>`: what the
+        policy said before the step."""
+        return ()
+
+    @property
     def by_steps(self) -> bool:
         """True if the estimator judges each step of a response where parts of the score fell at certain tokens
         (see `step_advantages`). False if it is called once: it reads the column `rewards` itself, or has no

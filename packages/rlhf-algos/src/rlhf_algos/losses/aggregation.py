@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from rlhf_core import ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, masked_sum
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "max_length"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "max_length", "prompt_mean"]
 """How per-token losses become one number.
 
 - `token_mean`: every token of the global batch counts the same (DAPO, OpenRLHF's token-level loss, verl's
@@ -20,6 +20,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 - `max_length`: sum over each response divided by a constant, mean over responses (Dr. GRPO; TRL's `dr_grpo` with
   the largest completion length). verl's `seq-mean-token-sum-norm` divides the sum by a constant alone (the padded
   width of the batch unless told otherwise), not by the number of responses: it is this one times that number.
+- `prompt_mean`: mean over all tokens of the responses to a prompt, then over prompts (ScaleRL; for policy losses).
 """
 
 
@@ -44,6 +45,7 @@ def aggregate(
     *,
     max_length: int = 0,
     count_empty_rows: bool = True,
+    prompt_tokens: Float[Tensor, " rows"] | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Sum and weight of per-token values; the weight depends on the mask alone.
 
@@ -53,7 +55,9 @@ def aggregate(
         how: see `Aggregation`.
         max_length: the divisor of `max_length`, in tokens.
         count_empty_rows: whether a response without a counted token is part of the mean over responses, as a
-            zero. True in TRL, False in OpenRLHF and verl. Irrelevant to `token_mean`.
+            zero. True in TRL, False in OpenRLHF and verl. Irrelevant to `token_mean` and `prompt_mean`.
+        prompt_tokens: for `prompt_mean`: the counted tokens of all responses to the row's prompt, in the global
+            batch.
 
     >>> values, mask = torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[True, True], [True, False]])
     >>> [float(t / w) for t, w in (aggregate(values, mask), aggregate(values, mask, "seq_mean_token_mean"))]
@@ -62,6 +66,14 @@ def aggregate(
     check_aggregation(how, max_length)
     if how == "token_mean":
         return masked_sum(values, mask), mask.sum().to(values.dtype)
+    if how == "prompt_mean":
+        if prompt_tokens is None:
+            raise ConfigError(
+                "aggregation 'prompt_mean' needs the column 'prompt_tokens', which recipes add to the batches of "
+                "policy losses; write another aggregation elsewhere"
+            )
+        share = 1 / prompt_tokens.to(values.dtype).clamp(min=1)
+        return (masked_sum(values, mask, dim=1) * share).sum(), (mask.sum(dim=1) * share).sum()
     per_row = masked_mean(values, mask, dim=1) if how == "seq_mean_token_mean" else masked_sum(values, mask, dim=1)
     if how == "max_length":
         per_row = per_row / max_length

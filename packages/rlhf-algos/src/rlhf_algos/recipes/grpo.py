@@ -75,6 +75,12 @@ class GRPO(PolicyRecipe):
         """As the estimator says."""
         return self.estimator().says("min_samples_per_prompt")
 
+    @property
+    def old_outputs(self) -> tuple[str, ...]:
+        """As the loss and the estimator say."""
+        needed = (*PolicyRecipe.old_outputs.fget(self), *self.estimator().says("old_outputs"))  # type: ignore
+        return tuple(dict.fromkeys(needed))
+
     def value_loss(self) -> Loss | None:
         """No critic, no loss."""
         return None
@@ -92,7 +98,7 @@ class GRPO(PolicyRecipe):
         reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell at
         certain tokens (see `step_advantages`), and what the estimator asks for.
         """
-        batch = with_old_log_probs(batch)
+        batch = with_old_log_probs(batch, self.old_log_probs)
         scores, batch, metrics = shape_scores(scores, batch, self.shaping, has_baseline=True)
         metrics |= _group_metrics(scores, group_ids)
         if self.kl_in != "reward":
@@ -108,7 +114,7 @@ class GRPO(PolicyRecipe):
         if self.whiten:
             config = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
             advantages = whiten(advantages, batch.response_mask, config)
-        return self.finish(batch.with_columns(advantages=advantages), metrics | kl)
+        return self.finish(batch.with_columns(advantages=advantages), group_ids, metrics | kl)
 
     def _discounted(
         self, advantages: Float[Tensor, "rows length"], batch: Batch, kl_coef: float

@@ -36,6 +36,17 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
     "gmpo": (GRPO, {"loss": "gmpo"}),
     "cispo": (GRPO, {"loss": "cispo"}),
     "sapo": (GRPO, {"loss": "sapo"}),
+    "scale_rl": (
+        GRPO,
+        {
+            "advantage_options": {"scale": "advantages"},
+            "loss": "cispo",
+            "loss_options": {"aggregation": "prompt_mean", "ratio_high": 4.0},
+            "old_log_probs": "sampler",
+        },
+    ),
+    "dppo": (GRPO, {"loss": "dppo", "old_log_probs": "sampler"}),
+    "vespo": (GRPO, {"loss": "vespo"}),
     "kl_cov": (GRPO, {"loss": "kl_cov"}),
     "clip_cov": (GRPO, {"loss": "clip_cov"}),
     "rloo": (GRPO, {"advantage": "rloo", "kl_coef": 0.05, "kl_in": "score", "kl_estimator": "k1"}),

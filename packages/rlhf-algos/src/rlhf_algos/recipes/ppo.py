@@ -67,7 +67,7 @@ class PPO(PolicyRecipe):
         is a reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell
         at certain tokens.
         """
-        batch = with_old_log_probs(batch)
+        batch = with_old_log_probs(batch, self.old_log_probs)
         scores, batch, metrics = shape_scores(scores, batch, self.shaping)
         mask = batch.response_mask
         if self.kl_in != "reward":
@@ -87,4 +87,4 @@ class PPO(PolicyRecipe):
         if self.whiten:
             advantages = whiten(advantages, mask, whitening)
         batch = batch.with_columns(advantages=advantages, returns=returns, old_values=batch["values"])
-        return self.finish(batch, metrics)
+        return self.finish(batch, group_ids, metrics)

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
 from torch import Tensor
 
+from rlhf_algos.advantages.groups import group_sum
 from rlhf_algos.advantages.reward_shaping import RewardShaping, token_kl
 from rlhf_algos.choices import check_choices
 from rlhf_algos.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, kl_estimate
@@ -24,6 +25,11 @@ Metrics = dict[str, Mean]
 KLPlace = Literal["loss", "score", "reward"]
 """Where the KL penalty goes: into the `loss` (GRPO), summed over the response into its `score` before any baseline
 (TRL's RLOO, verl's `use_kl_in_reward`), or into the `reward` of each token after the baseline (PPO, OpenRLHF)."""
+
+OldLogProbs = Literal["trainer", "sampler"]
+"""Whose log-probs of the samples the ratios of the policy loss start from: those that the `trainer` computes
+again with the weights before the step, or the `sampler`'s own. The latter saves a forward pass, and the loss's
+own clipping or masking then bounds the whole way from the sampler (verl's bypass mode, prime-rl)."""
 
 
 @runtime_checkable
@@ -54,6 +60,13 @@ class Recipe(Protocol):
     @property
     def min_samples_per_prompt(self) -> int:
         """Responses to a prompt below which the algorithm has nothing to learn from."""
+        ...
+
+    @property
+    def old_outputs(self) -> tuple[str, ...]:
+        """What the policy must be asked about the samples before the step, as fields of ModelOutputs: each
+        becomes a column `old_<field>` [rows, length]. `log_probs` is among them unless the sampler's own stand
+        in."""
         ...
 
     def kl_controller(self) -> KLController:
@@ -110,9 +123,16 @@ class PolicyRecipe:
     """What happens to the scores first."""
     off_policy: tuple[OffPolicyCorrection, ...] = ()
     """Importance weights against the sampler's log-probs."""
+    old_log_probs: OldLogProbs = "trainer"
+    """See `OldLogProbs`."""
 
     def __post_init__(self) -> None:
-        check_choices("recipe", self, kl_in=KLPlace, kl_estimator=KLEstimator)
+        check_choices("recipe", self, kl_in=KLPlace, kl_estimator=KLEstimator, old_log_probs=OldLogProbs)
+        if self.old_log_probs == "sampler" and self.off_policy:
+            raise ConfigError(
+                "recipe: off_policy weighs the trainer's log-probs against the sampler's, which "
+                "old_log_probs: sampler puts in their place; leave one of the two out"
+            )
         if self.kl_coef < 0:
             raise ConfigError(f"recipe: kl_coef must not be negative, got {self.kl_coef}")
         if self.kl_target is not None and not self.kl_coef:
@@ -146,6 +166,12 @@ class PolicyRecipe:
         """One unless the algorithm says otherwise."""
         return 1
 
+    @property
+    def old_outputs(self) -> tuple[str, ...]:
+        """`log_probs` unless the sampler's stand in, and what the loss asks for."""
+        own = () if self.old_log_probs == "sampler" else ("log_probs",)
+        return (*own, *getattr(self.policy_loss().config, "old_outputs", ()))
+
     def kl_controller(self) -> KLController:
         """Adaptive if `kl_target` is set."""
         if self.kl_target is None:
@@ -167,9 +193,10 @@ class PolicyRecipe:
             log_ratio_limit=self.kl_log_ratio_limit,
         )
 
-    def finish(self, batch: Batch, metrics: Metrics) -> tuple[Batch, Metrics]:
+    def finish(self, batch: Batch, group_ids: Int[Tensor, " rows"], metrics: Metrics) -> tuple[Batch, Metrics]:
         """Importance weights and the columns of the loss, once `advantages` are there."""
         batch, metrics = _finish(batch, self.off_policy, metrics)
+        batch = batch.with_columns(prompt_tokens=prompt_tokens(group_ids, batch))
         loss = self.policy_loss()
         if isinstance(loss.config, PolicyTermsConfig):
             batch = loss.config.add_columns(batch)
@@ -182,9 +209,26 @@ class PolicyRecipe:
         return {name: getattr(self, name) for name in names}
 
 
-def with_old_log_probs(batch: Batch) -> Batch:
-    """Let the sampler's log-probs stand in for the old policy's if these were not computed again."""
-    return batch if "old_log_probs" in batch else batch.with_columns(old_log_probs=batch["rollout_log_probs"])
+def with_old_log_probs(batch: Batch, source: OldLogProbs = "trainer") -> Batch:
+    """Let the sampler's log-probs stand in for the old policy's, if these were not computed again or by choice.
+
+    Raises:
+        ConfigError: the sampler did not say the log-prob of a sampled token.
+    """
+    if source == "trainer" and "old_log_probs" in batch:
+        return batch
+    sampler = batch["rollout_log_probs"]
+    if sampler[batch.response_mask].isnan().any():
+        raise ConfigError(
+            "the sampler gave no log-prob for some of the tokens it sampled, so that it cannot stand in for the "
+            "trainer; write old_log_probs: trainer"
+        )
+    return batch.with_columns(old_log_probs=sampler)
+
+
+def prompt_tokens(group_ids: Int[Tensor, " rows"], batch: Batch) -> Float[Tensor, " rows"]:
+    """Counted tokens of all responses to each row's prompt: the column of the aggregation `prompt_mean`."""
+    return group_sum(batch.response_mask.sum(dim=1).float(), group_ids)
 
 
 def reference_kl(batch: Batch, kind: KLEstimator) -> Metrics:

@@ -241,11 +241,27 @@ class OnlineConfig:
 
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
+        if "log_probs" not in self.algorithm.recipe.old_outputs:
+            self._check_sampler_stands_in()
         if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.restricted:
             raise ConfigError(
                 "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
                 "knows no top_p, top_k, min_p or min_tokens; leave them out of rollout.sampling, or set "
                 "rollout.overlap.off_policy_correction=false"
+            )
+
+    def _check_sampler_stands_in(self) -> None:
+        """Refuse settings under which the sampler's log-probs cannot stand in for the trainer's."""
+        what = f"algorithm {self.algorithm.name!r} starts its ratios from the sampler's log-probs (old_log_probs)"
+        if self.rollout.sampling.meaning.restricted:
+            raise ConfigError(
+                f"{what}, but with top_p, top_k, min_p or min_tokens they are those of another distribution than the "
+                "trained one; leave these out of rollout.sampling, or write algorithm.old_log_probs: trainer"
+            )
+        if self.train.routing_replay:
+            raise ConfigError(
+                f"{what}, while train.routing_replay takes the experts from scoring the samples again; write "
+                "algorithm.old_log_probs: trainer, or leave routing_replay out"
             )
 
     def _check_best(self) -> None:
@@ -261,7 +277,9 @@ class OnlineConfig:
     def recipe(self) -> Recipe:
         """The algorithm; where samples may be stale and it names no correction for that, with one."""
         recipe, overlap = self.algorithm.recipe, self.rollout.overlap
-        if overlap is None or not overlap.off_policy_correction or getattr(recipe, "off_policy", True):
+        # Ratios that start from the sampler's log-probs need no weights beside them.
+        corrected = getattr(recipe, "off_policy", True) or "log_probs" not in recipe.old_outputs
+        if overlap is None or not overlap.off_policy_correction or corrected:
             return recipe
         return replace(recipe, off_policy=(OffPolicyCorrection(),))  # type: ignore[type-var]
 

@@ -66,11 +66,13 @@ class Trainer:
         return batch, metrics
 
     def score(self, batch: Batch) -> Batch:
-        """Add `old_log_probs` (of the policy before the update), and `ref_log_probs` and `values` where needed."""
-        old = self.policy.score(batch, ("log_probs",))
-        batch = batch.with_columns(old_log_probs=_present(old.log_probs))
-        if old.routed_experts is not None:  # routing replay: the update takes the same experts
-            batch = batch.with_columns(routed_experts=old.routed_experts)
+        """Add what the algorithm needs of the policy before the update (`old_log_probs`, ...), of the reference
+        (`ref_log_probs`) and of the critic (`values`)."""
+        if fields := self.recipe.old_outputs:
+            old = self.policy.score(batch, fields)
+            batch = batch.with_columns(**{f"old_{name}": _present(getattr(old, name)) for name in fields})
+            if old.routed_experts is not None:  # routing replay: the update takes the same experts
+                batch = batch.with_columns(routed_experts=old.routed_experts)
         if self.reference is not None:
             reference = self.reference.score(batch, ("log_probs",))
             batch = batch.with_columns(ref_log_probs=_present(reference.log_probs))

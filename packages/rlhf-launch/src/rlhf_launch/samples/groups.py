@@ -128,7 +128,8 @@ def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
     """The samples of all groups as a batch, row after row.
 
     Its columns are those of `rlhf_core.collate`, and `scores` [rows], `group_ids` [rows] (rows of one prompt share
-    a number), `truncated` [rows], and `greedy_scores` [rows] where the groups have them.
+    a number), `truncated` [rows], `greedy_scores` [rows] where the groups have them, and `score/<part>` [rows] for
+    every part that all scores name.
 
     Raises:
         CapabilityError: a sample has images, which the training engines cannot see.
@@ -151,6 +152,10 @@ def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
     greedy_scores = [group.greedy_score for group in groups for _ in group.trajectories]
     if None not in greedy_scores:
         columns["greedy_scores"] = torch.tensor(greedy_scores, dtype=torch.float32)
+    scores = [score for group in groups for score in group.scores]
+    for part in sorted(set.intersection(*(set(score.components) for score in scores))) if scores else ():
+        values = [score.components[part] for score in scores]
+        columns[f"score/{part}"] = torch.tensor(values, dtype=torch.float32)
     return collate(trajectories).with_columns(**columns)
 
 

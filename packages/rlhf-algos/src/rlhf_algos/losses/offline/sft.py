@@ -31,6 +31,8 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
+        if self.aggregation == "prompt_mean":
+            raise ConfigError("sft: aggregation 'prompt_mean' is for policy losses; write one of the others")
         check_choices("sft", self, loss=SFTLoss)
 
     @property

@@ -50,6 +50,7 @@ class KLCovConfig(PolicyTermsConfig):
 
     def add_columns(self, batch: Batch) -> Batch:
         """Add `cov_selected` [rows, length] bool; `batch` must be the whole global batch."""
+        batch = PolicyTermsConfig.add_columns(self, batch)
         covariance = _covariance(batch)
         mask = policy_mask(batch)
         count = min(max(1, int(int(mask.sum()) * self.fraction)), int(mask.sum()))
@@ -91,6 +92,7 @@ class ClipCovConfig(PPOClipConfig):
 
     def add_columns(self, batch: Batch) -> Batch:
         """Add `cov_selected` [rows, length] bool; `batch` must be the whole global batch."""
+        batch = PolicyTermsConfig.add_columns(self, batch)
         covariance, mask = _covariance(batch), policy_mask(batch)
         inside = mask & (covariance > self.covariance_low) & (covariance < self.covariance_high)
         candidates = inside.flatten().nonzero().squeeze(1)

@@ -24,12 +24,14 @@ def mix_pretraining(batch: Batch, pretraining: Batch, coef: float, config: Polic
     """
     if batch.rows_per_unit != 1 or pretraining.rows_per_unit != 1:
         raise ConfigError("mix_pretraining takes batches of single rows (rows_per_unit=1)")
+    prompt_tokens = batch.columns.get("prompt_tokens")
     weight = aggregate(
         torch.zeros(batch.token_ids.shape, dtype=torch.float64),
         batch.response_mask.cpu(),
         config.aggregation,
         max_length=config.max_length,
         count_empty_rows=config.count_empty_rows,
+        prompt_tokens=prompt_tokens if prompt_tokens is None else prompt_tokens.cpu(),
     )[1]
     tokens = max(int(pretraining.response_mask.sum()), 1)
     width = max(batch.token_ids.shape[1], pretraining.token_ids.shape[1])

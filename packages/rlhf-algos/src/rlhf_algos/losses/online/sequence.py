@@ -1,8 +1,9 @@
-"""Policy losses with one ratio per response: GSPO and GMPO. Columns as in `policy_losses`."""
+"""Policy losses with one ratio per response: GSPO, GMPO and VESPO. Columns as for `ppo_clip`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of
@@ -92,3 +93,52 @@ def gmpo(outputs: ModelOutputs, batch: Batch, config: GMPOConfig) -> LossTerms:
     per_token = -advantages * sequence_log_ratio(clipped, mask).exp()
     metrics = {"clip_fraction": mean_of((clipped != log_ratio).float(), mask)}
     return finish_policy_loss(per_token, outputs, batch, config, metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VESPOConfig(PolicyTermsConfig):
+    """Configuration of `vespo`; the defaults are TRL's."""
+
+    power_positive: float = 2.0
+    """k where the advantage is not negative: how fast the weight falls below a ratio of 1."""
+    decay_positive: float = 3.0
+    """lambda where the advantage is not negative: how fast the weight falls above it."""
+    power_negative: float = 3.0
+    """k where the advantage is negative."""
+    decay_negative: float = 2.0
+    """lambda where the advantage is negative."""
+
+    def __post_init__(self) -> None:
+        PolicyTermsConfig.__post_init__(self)
+        for name in ("power_positive", "decay_positive", "power_negative", "decay_negative"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"vespo: {name} must be positive, got {getattr(self, name)}")
+
+
+def vespo(outputs: ModelOutputs, batch: Batch, config: VESPOConfig) -> LossTerms:
+    """Variational sequence-level soft policy optimization (2602.10693), as TRL has it.
+
+    loss_t = -sg(w^k exp(lambda (1 - w))) A_t log_probs_t, sg being stop-gradient and w the ratio of the whole
+    response, prod_t r_t, in [1e-8, exp(20)]: a gamma-shaped weight that is 1 at w = 1 and fades on both sides, on
+    each as steeply as the sign of the advantage says. A column `importance_weights` [rows, length] goes into w.
+
+    Metrics: sequence_weight and those of `finish_policy_loss`.
+    """
+    mask, advantages = policy_mask(batch), token_advantages(batch)
+    log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit).detach()
+    if "importance_weights" in batch:
+        weights = batch["importance_weights"].masked_fill(~mask, 1)
+        log_ratio = log_ratio + weights.clamp(min=_SMALLEST).log().clamp(max=20)
+        columns = {name: column for name, column in batch.columns.items() if name != "importance_weights"}
+        batch = replace(batch, columns=columns)
+    log_w = log_ratio.sum(dim=1, keepdim=True).clamp(math.log(_SMALLEST), 20)
+    positive = advantages >= 0
+    power = torch.where(positive, config.power_positive, config.power_negative)
+    decay = torch.where(positive, config.decay_positive, config.decay_negative)
+    weight = (power * log_w + decay * (1 - log_w.exp())).exp()
+    log_probs = outputs.log_probs.masked_fill(~mask, 0)  # type: ignore[union-attr]
+    metrics = {"sequence_weight": mean_of(weight, mask)}
+    return finish_policy_loss(-weight * advantages * log_probs, outputs, batch, config, metrics)
+
+
+_SMALLEST = 1e-8  # ratio of a response below which its weight does not fall further

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, masked_sum, mean_of
 from torch import Tensor
@@ -43,6 +44,13 @@ class PolicyTermsConfig:
     aux_loss_coef: float = 0.0
     """Weight of a mixture-of-experts model's router loss. That loss is a mean over a forward pass, not a sum over
     tokens, so it is the one term that depends on how micro-batches are cut."""
+    top_entropy: float = 1.0
+    """Share of the tokens of the batch, those of highest entropy, whose policy term counts: 0.2 in Wang et al. 2025
+    (2506.01939; TRL's `top_entropy_quantile`). The others stay in the mean. Needs the column `old_entropy`."""
+    sequence_kl_limit: float | None = None
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556, eq. 9; TRL's `off_policy_mask_threshold`): a response
+    leaves the policy term where its advantage is negative and the mean of log(sampler / policy) over its tokens is
+    above this. It stays in the mean. None switches it off."""
     log_ratio_limit: float = 20.0
     """log(policy / old policy) is clamped to this range before the exponential, so that the ratio stays finite.
     verl and OpenRLHF's PPO clamp at 20; TRL and OpenRLHF's GSPO do not (`math.inf`)."""
@@ -53,9 +61,18 @@ class PolicyTermsConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"policy loss: {name} must be positive, got {getattr(self, name)}")
 
+        if not 0 < self.top_entropy <= 1:
+            raise ConfigError(f"policy loss: top_entropy must be in (0, 1], got {self.top_entropy}")
+
     def add_columns(self, batch: Batch) -> Batch:
-        """Add what the loss needs to know of the whole global batch; most losses need nothing."""
-        return batch
+        """Add what the loss needs to know of the whole global batch: `entropy_selected` for `top_entropy`."""
+        return batch if self.top_entropy == 1 else _select_by_entropy(batch, self.top_entropy)
+
+    @property
+    def old_outputs(self) -> tuple[str, ...]:
+        """Fields of ModelOutputs, beside log_probs, that the batch must have as columns `old_<field>`: what the
+        policy said before the step."""
+        return ("entropy",) if self.top_entropy < 1 else ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -98,25 +115,37 @@ def finish_policy_loss(
     batch: Batch,
     config: PolicyTermsConfig,
     metrics: dict[str, Mean],
+    *,
+    penalty: Float[Tensor, "rows length"] | None = None,
 ) -> LossTerms:
-    """Importance weights, then KL and entropy terms, then the sum; metrics are completed.
+    """Weights of the policy term, then KL and entropy terms, then the sum; metrics are completed.
 
-    Columns read if present: `importance_weights` [rows, length] (see `off_policy`), multiplied onto the policy term
-    only; `ref_log_probs` [rows, length] if `kl_coef` is not 0; `ptx_coef` [rows] (see `ptx`).
+    Columns read if present: `importance_weights` [rows, length] (see `OffPolicyCorrection`), multiplied onto the
+    policy term only; `ref_log_probs` [rows, length] if `kl_coef` is not 0; `prompt_tokens` [rows] for the
+    aggregation `prompt_mean`; `ptx_coef` [rows] (see `mix_pretraining`).
+
+    Args:
+        per_token: the policy term.
+        outputs: of the model.
+        batch: a micro-batch.
+        config: of the loss.
+        metrics: what the loss itself measured.
+        penalty: a term of the loss's own that no weight touches.
     """
     mask = policy_mask(batch)
-    if "importance_weights" in batch:
-        per_token = per_token * batch["importance_weights"].masked_fill(~mask, 0)
+    per_token, metrics = _weighted(per_token, outputs, batch, config, metrics)
     log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit)
-    reduce = {
-        "how": config.aggregation,
-        "max_length": config.max_length,
-        "count_empty_rows": config.count_empty_rows,
-    }
-    policy_rows = batch["ptx_coef"] == 0 if "ptx_coef" in batch else slice(None)
+    rows = batch["ptx_coef"] == 0 if "ptx_coef" in batch else slice(None)
 
     def summed(values: Tensor) -> tuple[Tensor, Tensor]:
-        return aggregate(values[policy_rows], mask[policy_rows], **reduce)
+        return aggregate(
+            values[rows],
+            mask[rows],
+            config.aggregation,
+            max_length=config.max_length,
+            count_empty_rows=config.count_empty_rows,
+            prompt_tokens=batch["prompt_tokens"][rows] if "prompt_tokens" in batch else None,
+        )
 
     total, weight = summed(per_token)
     metrics = {
@@ -125,6 +154,8 @@ def finish_policy_loss(
         "approx_kl": mean_of(-log_ratio, mask),
         **metrics,
     }
+    if penalty is not None:
+        total = total + summed(penalty)[0]
     if config.kl_coef:
         kl = _kl_term(outputs, batch, config, log_ratio)
         total = total + config.kl_coef * summed(kl)[0]
@@ -138,6 +169,52 @@ def finish_policy_loss(
     if "ptx_coef" in batch:
         total = total + _ptx_term(outputs, batch, metrics)
     return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
+
+
+def _weighted(
+    per_token: Tensor, outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, metrics: dict[str, Mean]
+) -> tuple[Tensor, dict[str, Mean]]:
+    """The policy term with the weights and masks that are its alone."""
+    mask = policy_mask(batch)
+    if "importance_weights" in batch:
+        per_token = per_token * batch["importance_weights"].masked_fill(~mask, 0)
+    if config.top_entropy < 1:
+        if "entropy_selected" not in batch:
+            raise ConfigError(
+                "top_entropy needs the column 'entropy_selected'; call config.add_columns(batch) with the global "
+                "batch"
+            )
+        per_token = per_token * (batch["entropy_selected"] & mask)
+    if config.sequence_kl_limit is not None:
+        kept = _near_sampler(outputs, batch, config.sequence_kl_limit)
+        per_token = per_token * kept
+        metrics = {**metrics, "sequence_masked": mean_of((~kept).float(), mask)}
+    return per_token, metrics
+
+
+def _near_sampler(outputs: ModelOutputs, batch: Batch, limit: float) -> Bool[Tensor, "rows length"]:
+    """False where the advantage is negative and the response has become improbable."""
+    mask = policy_mask(batch)
+    log_probs = outputs.log_probs.detach()  # type: ignore[union-attr]
+    sampler = next((batch[name] for name in ("rollout_log_probs", "old_log_probs") if name in batch), log_probs)
+    gap = sampler - log_probs
+    # A token whose log-prob the sampler did not say is no evidence.
+    mean = masked_mean(gap.masked_fill(~mask | gap.isnan(), 0), mask, dim=1)
+    return (token_advantages(batch) >= 0) | (mean <= limit).unsqueeze(1)
+
+
+def _select_by_entropy(batch: Batch, share: float) -> Batch:
+    """Add `entropy_selected` [rows, length]: True at the tokens whose entropy is at least the (1 -
+    share)-quantile."""
+    mask = policy_mask(batch)
+    values = batch["old_entropy"][mask].double().sort().values
+    if not len(values):
+        return batch.with_columns(entropy_selected=mask)
+    place = (1 - share) * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    threshold = torch.lerp(values[low], values[high], place - low)
+    return batch.with_columns(entropy_selected=mask & (batch["old_entropy"] >= threshold.to(batch["old_entropy"])))
 
 
 def _kl_term(outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, log_ratio: Tensor) -> Tensor:

@@ -63,7 +63,12 @@ def value_clip(outputs: ModelOutputs, batch: Batch, config: ValueClipConfig) -> 
         metrics["value_clip_fraction"] = mean_of((clipped_error > error).float(), mask)
         error = torch.maximum(error, clipped_error)
     total, weight = aggregate(
-        error / 2, mask, config.aggregation, max_length=config.max_length, count_empty_rows=config.count_empty_rows
+        error / 2,
+        mask,
+        config.aggregation,
+        max_length=config.max_length,
+        count_empty_rows=config.count_empty_rows,
+        prompt_tokens=batch.columns.get("prompt_tokens"),
     )
     metrics["value_loss"] = Mean(total=float(total.detach()), weight=float(weight))
     return LossTerms(total=total, weight=weight, metrics=metrics)
