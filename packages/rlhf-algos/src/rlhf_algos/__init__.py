@@ -190,7 +190,7 @@ from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO
 from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
 from rlhf_algos.torch_engine.engine import TorchEngine
-from rlhf_algos.torch_engine.model import TorchOptions, check_model_path
+from rlhf_algos.torch_engine.model import TorchOptions
 
 __all__ = [
     "ADVANTAGES",
@@ -311,7 +311,6 @@ __all__ = [
     "bradley_terry",
     "check_aggregation",
     "check_messages",
-    "check_model_path",
     "choose_device",
     "choose_dtype",
     "chosen_nll",

@@ -407,6 +407,18 @@ def test_a_teacher_with_another_vocabulary_is_refused(make, tmp_path):
         train(make("distill", loss={"teacher": other}))
 
 
+def test_a_teacher_whose_ids_mean_other_tokens_is_refused(make, tmp_path):
+    """Its vocabulary has the same size."""
+    other = save_tiny_model(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    tokens = json.loads(file.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokens))
+    with pytest.raises(ConfigError, match=r"id \d+ is '[ab]' for the student and '[ab]' for the teacher"):
+        train(make("distill", loss={"teacher": other}))
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize("method", ["dpo", "kto", "distill"])
 def test_two_processes_under_torchrun_equal_one(make, tmp_path, method):

@@ -20,6 +20,7 @@ from rlhf_core import (
     TrainingDivergedError,
 )
 from rlhf_core.testing.tiny import save_tiny_model
+from transformers import BertConfig, BertLMHeadModel
 
 
 def likelihood(outputs, batch, config):
@@ -124,6 +125,27 @@ def test_scalar_roles_train(config, role, loss):
 def test_a_fresh_critic_says_zero(config):
     engine = TorchEngine(replace(config, role="critic"))
     assert engine.score(make_batch(), ("values",)).values.abs().max() == 0
+
+
+def test_a_language_model_is_no_frozen_reward_model(config):
+    """Its scores would be those of a random head."""
+    with pytest.raises(ConfigError, match="no trained scalar head"):
+        TorchEngine(replace(config, role="reward", optimizer=None))
+
+
+def test_a_model_is_tried_when_it_is_loaded(config, model, tmp_path, caplog):
+    engine = TorchEngine(config)
+    assert engine.trial.packing
+    assert max(engine.trial.differences.values()) < 1e-4
+    assert not caplog.records
+    chosen = TorchEngine(replace(config, attention="eager"))
+    assert not chosen.packing
+    (said,) = caplog.records
+    assert "rows run padded, not packed: its attention was chosen to be 'eager'" in said.getMessage()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertLMHeadModel(BertConfig(vocab_size=64, initializer_range=0.5, **sizes)).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ConfigError, match=r"\(bert\) cannot be used as policy: a token's logits depend on later"):
+        TorchEngine(replace(config, model=str(tmp_path / "encoder")))
 
 
 def test_a_frozen_engine_scores_and_refuses_to_step(config):

@@ -68,11 +68,13 @@ from rlhf_core.interfaces.training import (
     TrainCapabilities,
     TrainEngine,
 )
-from rlhf_core.model.enable_packing import enable_packing
 from rlhf_core.model.forward import model_outputs, top_k_log_probs
-from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
+from rlhf_core.model.heads import Heads, OwnHead, backbone
+from rlhf_core.model.loading import check_model_path, load_role, zero_linear_head
+from rlhf_core.model.log_probs import LinearHead, chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from rlhf_core.model.packed_attention import is_packing
 from rlhf_core.model.packing import Layout, Segment
+from rlhf_core.model.trial import Trial, try_model
 from rlhf_core.options import config_from, did_you_mean, nearest
 from rlhf_core.plugins import (
     ROLLOUT_BACKENDS,
@@ -148,8 +150,10 @@ __all__ = [
     "FourBit",
     "GenerationRequest",
     "GenerationResult",
+    "Heads",
     "KeepsAverage",
     "Layout",
+    "LinearHead",
     "Link",
     "LoadWeights",
     "LogProbMeaning",
@@ -165,6 +169,7 @@ __all__ = [
     "Observation",
     "OneRank",
     "OptimizerConfig",
+    "OwnHead",
     "PackingSource",
     "PartialSync",
     "PauseMode",
@@ -201,6 +206,7 @@ __all__ = [
     "TrainingDivergedError",
     "Trajectory",
     "Transport",
+    "Trial",
     "Turn",
     "UserError",
     "WeightCopy",
@@ -211,9 +217,11 @@ __all__ = [
     "adapted_layers",
     "adapter_parameters",
     "add_adapters",
+    "backbone",
     "check_base",
     "check_choice",
     "check_coverage",
+    "check_model_path",
     "check_number",
     "check_scores",
     "check_switch",
@@ -226,7 +234,6 @@ __all__ = [
     "deal",
     "dequantized",
     "did_you_mean",
-    "enable_packing",
     "entropy_from_logits",
     "env_vars_of",
     "find_adapter",
@@ -237,6 +244,7 @@ __all__ = [
     "learning_rate",
     "load_object",
     "load_plugin",
+    "load_role",
     "log_probs_from_logits",
     "masked_mean",
     "masked_sum",
@@ -259,5 +267,7 @@ __all__ = [
     "settle_quantized",
     "shared_memory_id",
     "top_k_log_probs",
+    "try_model",
     "write_adapter",
+    "zero_linear_head",
 ]

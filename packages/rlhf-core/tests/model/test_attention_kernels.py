@@ -1,18 +1,18 @@
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core.model import attention_kernels
-from rlhf_core.model.attention_kernels import (
-    SEGMENT_ATTENTION,
-    block_segments,
-    kernels_for,
-    sdpa_segments,
-    varlen_segments,
-)
+from rlhf_core import CapabilityError
+from rlhf_core.model import attention_kernels, cuda_attention, segment_attention
+from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, kernels_for
+from rlhf_core.model.cuda_attention import block_segments, varlen_segments
 from rlhf_core.model.packing import Layout, Segment
+from rlhf_core.model.segment_attention import AttentionTerms, sdpa_segments
 
 BRANCHED = Layout(
     segments=(
@@ -32,31 +32,57 @@ def states(layout, *, key_heads=2, seed=0):
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-def run(attention, layout, inputs, **options):
-    """Output and gradients."""
-    layout = Layout(segments=layout.segments)
-    output = attention(*inputs, layout, scale=0.3, **options)
-    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
-    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+def terms_of(case):
+    """A scale, and what the case has beyond it."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if case.get("sinks") else None
+    return AttentionTerms(scale=0.3, window=case.get("window"), soft_cap=case.get("soft_cap"), sinks=sinks)
 
 
-def reference(query, key, value, layout, *, scale):
-    """All scores, masked token by token."""
+CASES = {
+    "plain": {},
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "wide window": {"window": 100},
+    "cap": {"soft_cap": 0.7},
+    "sinks": {"sinks": True},
+    "all": {"window": 4, "soft_cap": 0.7, "sinks": True},
+}
+
+
+def run(attention, layout, inputs, terms, **options):
+    """Output and gradients, those of the sinks last."""
+    output = attention(*inputs, Layout(segments=layout.segments), terms, **options)
+    weights = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output)
+    wanted = [*inputs, *([] if terms.sinks is None else [terms.sinks])]
+    return [output, *torch.autograd.grad((output * weights).sum(), wanted)]
+
+
+def reference(query, key, value, layout, terms):
+    """All scores, masked token by token; the positions of a branch go on after its prompt."""
     tokens = query.shape[2]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
+    window = terms.window or tokens
     for s in layout.segments:
+        places = [*range(s.prompt_start, s.prompt_stop), *range(s.start, s.stop)]
         for q in range(s.start, s.stop):
-            mask[q, s.start : q + 1] = True
-            mask[q, s.prompt_start : s.prompt_stop] = True
+            position = places.index(q)
+            mask[q, places[max(0, position - window + 1) : position + 1]] = True
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = query @ key.transpose(2, 3) * terms.scale
+    if terms.soft_cap is not None:
+        scores = terms.soft_cap * torch.tanh(scores / terms.soft_cap)
+    shares = scores.masked_fill(~mask, float("-inf")).exp()
+    total = shares.sum(-1, keepdim=True)
+    if terms.sinks is not None:
+        total = total + terms.sinks.exp().view(1, -1, 1, 1)
+    return (shares / total @ value).transpose(1, 2)
 
 
-def flash(query, key, value, cu_q, cu_k, max_q, max_k, scale):
+def flash(query, key, value, cu_q, cu_k, max_q, max_k, terms):
     """What a flash-attention kernel for unequal lengths does: causal, aligned to the last query and key."""
     parts = []
+    assert terms.sinks is None
     for index in range(len(cu_q) - 1):
         q = query[cu_q[index] : cu_q[index + 1]].transpose(0, 1)
         k, v = (states[cu_k[index] : cu_k[index + 1]].transpose(0, 1) for states in (key, value))
@@ -64,35 +90,114 @@ def flash(query, key, value, cu_q, cu_k, max_q, max_k, scale):
         assert k.shape[1] <= max_k
         groups = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        late = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
-        parts.append(
-            ((q @ k.transpose(1, 2) * scale).masked_fill(late, float("-inf")).softmax(-1) @ v).transpose(0, 1)
-        )
+        apart = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+        hidden = (apart < 0) | (apart >= (terms.window or 1 << 30))
+        scores = q @ k.transpose(1, 2) * terms.scale
+        if terms.soft_cap is not None:
+            scores = terms.soft_cap * torch.tanh(scores / terms.soft_cap)
+        parts.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(parts)
 
 
 @pytest.fixture
 def with_flash(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "_varlen_function", lambda: flash)
+    monkeypatch.setattr(cuda_attention, "varlen_function", lambda: flash)
 
 
 @pytest.mark.usefixtures("with_flash")
 @pytest.mark.parametrize("layout", [BRANCHED, PLAIN], ids=["branched", "plain"])
 @pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("attention", [sdpa_segments, varlen_segments], ids=["sdpa", "varlen"])
-def test_kernels_give_the_same_output_and_gradients(layout, key_heads, attention):
-    inputs = states(layout, key_heads=key_heads)
-    for found, expected in zip(run(attention, layout, inputs), run(reference, layout, inputs), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+def test_kernels_give_the_same_output_and_gradients(layout, key_heads, attention, case):
+    inputs, terms = states(layout, key_heads=key_heads), terms_of(CASES[case])
+    if attention is varlen_segments and terms.sinks is not None:
+        with pytest.raises(CapabilityError, match="sinks"):
+            run(attention, layout, inputs, terms)
+        return
+    expected = run(reference, layout, inputs, terms)
+    for found, wanted in zip(run(attention, layout, inputs, terms), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_long_rows_under_a_window_are_cut_into_blocks(monkeypatch):
+    monkeypatch.setattr(segment_attention, "_WINDOW_BLOCK", 2)
+    inputs, terms = states(BRANCHED), terms_of(CASES["window"])
+    layout = Layout(segments=BRANCHED.segments)
+    output = sdpa_segments(*inputs, layout, terms)
+    torch.testing.assert_close(output, reference(*inputs, BRANCHED, terms), atol=1e-5, rtol=1e-4)
+    assert max(mask.shape[1] for mask in layout.masks.values()) <= 2 + 3 - 1
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("layout", [BRANCHED, PLAIN], ids=["branched", "plain"])
 @pytest.mark.parametrize("key_heads", [2, 4])
-def test_the_block_mask_gives_the_same_output(layout, key_heads):
+@pytest.mark.parametrize("case", CASES)
+def test_the_block_mask_gives_the_same_output(layout, key_heads, case, monkeypatch):
+    terms = terms_of(CASES[case])
+    if terms.sinks is not None:
+        pytest.skip("FlexAttention gives no log-sums on a CPU")
     inputs = [tensor.detach() for tensor in states(layout, key_heads=key_heads)]  # no gradient on a CPU
-    found = block_segments(*inputs, layout, scale=0.3, compiled=False)
-    torch.testing.assert_close(found, reference(*inputs, layout, scale=0.3), atol=1e-5, rtol=1e-4)
+    found = block_segments(*inputs, Layout(segments=layout.segments), terms, compiled=False)
+    torch.testing.assert_close(found, reference(*inputs, layout, terms), atol=1e-5, rtol=1e-4)
+
+
+def test_a_sink_put_in_after_the_block_kernel(monkeypatch):
+    """With a stand-in that gives the output without the sink, and the log of the sum of exponentials."""
+    inputs, terms = states(BRANCHED, key_heads=4), terms_of(CASES["sinks"])
+    without = AttentionTerms(scale=terms.scale)
+
+    def flex(query, key, value, **_):
+        ones = torch.ones(1, 4, query.shape[2], 1)
+        one = AttentionTerms(scale=terms.scale, sinks=torch.zeros(4))
+        kept = reference(query, key, ones, BRANCHED, one).transpose(1, 2)[..., 0]  # z = sum e; kept = z / (z + 1)
+        return reference(query, key, value, BRANCHED, without).transpose(1, 2), torch.logit(kept)
+
+    monkeypatch.setattr(cuda_attention, "_flex", lambda *_: flex)
+    monkeypatch.setattr(cuda_attention, "_block_mask", lambda *_, **__: None)
+    expected = run(reference, BRANCHED, inputs, terms)
+    for found, wanted in zip(run(block_segments, BRANCHED, inputs, terms), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("terms", "window", "more"),
+    [
+        (AttentionTerms(scale=0.3), (-1, 0), {}),
+        (AttentionTerms(scale=0.3, window=4), (3, 0), {}),
+        (AttentionTerms(scale=0.3, soft_cap=2.0), (-1, 0), {"softcap": 2.0}),
+    ],
+)
+def test_what_flash_attention_is_told(monkeypatch, terms, window, more):
+    """Its window does not count the query's own key."""
+    told = []
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = lambda query, *_, **options: told.append(options) or query
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(cuda_attention, "find_spec", lambda name: object())
+    cuda_attention.varlen_function.cache_clear()
+    try:
+        varlen_segments(*states(BRANCHED), Layout(segments=BRANCHED.segments), terms)
+    finally:
+        cuda_attention.varlen_function.cache_clear()
+    assert told == [{"softmax_scale": 0.3, "causal": True, "window_size": window, **more}]
+
+
+def test_what_torchs_own_kernel_is_told(monkeypatch):
+    from torch.nn.attention import varlen
+
+    told = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **options: told.append(options) or query)
+    monkeypatch.setattr(cuda_attention, "find_spec", lambda name: None if name == "flash_attn" else object())
+    cuda_attention.varlen_function.cache_clear()
+    try:
+        layout = Layout(segments=BRANCHED.segments)
+        varlen_segments(*states(BRANCHED), layout, AttentionTerms(scale=0.3, window=4))
+        with pytest.raises(CapabilityError, match="soft cap"):
+            varlen_segments(*states(BRANCHED), layout, AttentionTerms(soft_cap=2.0))
+    finally:
+        cuda_attention.varlen_function.cache_clear()
+    assert told == [{"scale": 0.3, "window_size": (3, 0), "enable_gqa": True}]
 
 
 @settings(deadline=None, max_examples=25)
@@ -111,7 +216,7 @@ def test_lengths_of_queries_and_keys(groups):
         for length in branches:
             segments.append(Segment(start=end, stop=end + length, prompt_start=start, prompt_stop=start + prompt))
             end += length
-    gathered, (cu_q, cu_k, max_q, max_k) = attention_kernels._varlen_arguments(segments, torch.device("cpu"))
+    gathered, (cu_q, cu_k, max_q, max_k) = cuda_attention.varlen_arguments(segments, torch.device("cpu"))
     assert cu_q.tolist()[-1] == end
     assert cu_k.diff().tolist() == [segment.keys for segment in segments]
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
@@ -126,27 +231,37 @@ def test_lengths_of_queries_and_keys(groups):
 
 def test_which_kernels_a_device_offers(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert kernels_for(cpu, torch.bfloat16, 64) == ("sdpa",)
-    monkeypatch.setattr(attention_kernels, "_varlen_function", lambda: flash)
+    assert kernels_for(cpu, torch.bfloat16, [64]) == ("sdpa",)
+    monkeypatch.setattr(attention_kernels, "varlen_function", lambda: flash)
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: object())
-    assert kernels_for(cuda, torch.bfloat16, 64) == ("varlen", "blocks", "sdpa")
-    assert kernels_for(cuda, torch.float32, 64) == ("blocks", "sdpa")
-    assert kernels_for(cuda, torch.bfloat16, 8) == ("varlen", "sdpa")
-    monkeypatch.setattr(attention_kernels, "_varlen_function", lambda: None)
+    assert kernels_for(cuda, torch.bfloat16, [64]) == ("varlen", "blocks", "sdpa")
+    assert kernels_for(cuda, torch.float32, [64]) == ("blocks", "sdpa")
+    assert kernels_for(cuda, torch.bfloat16, [8]) == ("varlen", "sdpa")
+    assert kernels_for(cuda, torch.bfloat16, [64, 20]) == ("blocks", "sdpa")
+    monkeypatch.setattr(attention_kernels, "varlen_function", lambda: None)
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: None)
-    assert kernels_for(cuda, torch.bfloat16, 64) == ("sdpa",)
+    assert kernels_for(cuda, torch.bfloat16, [64]) == ("sdpa",)
     assert set(SEGMENT_ATTENTION) == {"sdpa", "varlen", "blocks"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kernel", ["varlen", "blocks", "sdpa"])
 @pytest.mark.parametrize("layout", [BRANCHED, PLAIN], ids=["branched", "plain"])
-def test_on_a_gpu(kernel, layout):
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(kernel, layout, case):
     dtype = torch.bfloat16 if kernel == "varlen" else torch.float32
-    if kernel not in kernels_for(torch.device("cuda"), dtype, 16):
+    if kernel not in kernels_for(torch.device("cuda"), dtype, [16]):
         pytest.skip("not there")
-    inputs = [tensor.detach().to("cuda", dtype).requires_grad_() for tensor in states(layout)]
-    expected = run(reference, layout, [tensor.detach().float().cpu().requires_grad_() for tensor in inputs])
-    for found, wanted in zip(run(SEGMENT_ATTENTION[kernel], layout, inputs), expected, strict=True):
+    there = [tensor.detach().to("cuda", dtype).requires_grad_() for tensor in states(layout)]
+    here, terms = [tensor.detach().float().cpu().requires_grad_() for tensor in there], terms_of(CASES[case])
+    sinks = None if terms.sinks is None else terms.sinks.detach().to("cuda", dtype).requires_grad_()
+    given = AttentionTerms(scale=terms.scale, window=terms.window, soft_cap=terms.soft_cap, sinks=sinks)
+    expected = run(reference, layout, here, terms)
+    try:
+        outputs = run(SEGMENT_ATTENTION[kernel], layout, there, given)
+    except CapabilityError:
+        assert kernel == "varlen"
+        return
+    for found, wanted in zip(outputs, expected, strict=True):
         tolerance = 5e-2 if dtype is torch.bfloat16 else 1e-3
         torch.testing.assert_close(found.float().cpu(), wanted, atol=tolerance, rtol=tolerance)

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf_core.model.log_probs import LogitScaling, chunked_log_probs, entropy_from_logits, log_probs_from_logits
+from rlhf_core.model.log_probs import (
+    LinearHead,
+    LogitScaling,
+    chunked_log_probs,
+    entropy_from_logits,
+    log_probs_from_logits,
+)
 from torch import nn
 
 
@@ -129,3 +135,38 @@ def test_logits_of_more_than_a_chunk_never_exist(monkeypatch):
     chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()
     # Three chunks forward; the last one is kept for the backward pass, which makes the other two again.
     assert seen == [(4, 9), (4, 9), (3, 9), (4, 9), (4, 9)]
+
+
+def bfloat16_gradient(*, tokens=2432, chunk, kind=lambda head: head):
+    """Relative error of a bfloat16 head's gradient against float64, for a sum over all tokens as in SFT."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, 64).bfloat16(), (0.3 * torch.randn(512, 64)).bfloat16()
+    targets = torch.randint(0, 512, (tokens,))
+    exact = weight.double().requires_grad_()
+    (hidden.double() @ exact.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    head = nn.Linear(64, 512, bias=False, dtype=torch.bfloat16)
+    head.weight.data.copy_(weight)
+    chunked_log_probs(hidden.requires_grad_(), kind(head), targets, chunk=chunk)[0].sum().backward()
+    assert head.weight.grad.dtype is torch.bfloat16
+    return float((head.weight.grad.double() - exact.grad).norm() / exact.grad.norm())
+
+
+@pytest.mark.parametrize("kind", [lambda head: head, LinearHead], ids=["module", "weight alone"])
+def test_a_sixteen_bit_heads_gradient_is_as_exact_in_many_chunks_as_in_one(kind):
+    """Added up in bfloat16 it was off by 0.29 % in one chunk and by 1.41 % in 152; 0.27 % are the logits' own."""
+    whole, parts = (bfloat16_gradient(chunk=chunk, kind=kind) for chunk in (2432, 16))
+    assert whole < 3e-3
+    assert parts < 3e-3
+    assert abs(parts - whole) < 1e-4
+
+
+def test_large_heads_are_added_to_a_slice_at_a_time(monkeypatch):
+    import rlhf_core.model.log_probs as module
+
+    hidden, head, targets = case(bias=True)
+    chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()
+    expected = head.weight.grad.clone()
+    head.zero_grad()
+    monkeypatch.setattr(module, "_OUTER_ROWS", 2)
+    chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()
+    assert torch.allclose(head.weight.grad, expected)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from rlhf_core import Batch, CapabilityError, model_outputs
-from rlhf_core.model.enable_packing import enable_packing
 from rlhf_core.model.expert_routing import NO_CHOICE, Routers, to_rows, to_tokens
+from rlhf_core.model.trial import try_model
 from rlhf_core.training.accumulation import score_in_micro_batches
 
 SHAPE = {
@@ -64,7 +64,7 @@ def run(model, batch, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_unchanged_routers_replay_to_the_same_numbers(kind, batch):
     model = build(kind)
-    enable_packing(model)
+    try_model(model, "policy")
     first = run(model, batch)
     again = run(model, batch.with_columns(routed_experts=first.routed_experts), replay=True)
     assert torch.equal(first.log_probs, again.log_probs)
@@ -77,7 +77,7 @@ def test_unchanged_routers_replay_to_the_same_numbers(kind, batch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_routers_run_through_the_recorded_experts(kind, batch):
     model = build(kind)
-    enable_packing(model)
+    try_model(model, "policy")
     recorded = run(model, batch).routed_experts
     perturb(model)
     free = run(model, batch)
@@ -115,7 +115,7 @@ def test_the_weights_of_the_recorded_experts_are_differentiated(batch):
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_packed_and_padded_rows_have_their_choices_in_the_same_places(kind, batch):
     padded, packed = build(kind), build(kind)
-    assert enable_packing(packed)
+    assert try_model(packed, "policy").packing
     first = run(padded, batch).routed_experts
     assert torch.equal(first, run(packed, batch).routed_experts)
     perturb(packed)

@@ -44,10 +44,14 @@ def test_rows_without_counted_tokens_and_equal_rows():
     assert packed.places.tolist() == [[0, 1]] * 3
 
 
-def test_branch_mask_is_causal_after_the_prompt():
+def test_masks_are_causal_after_the_prompt_and_reach_back_no_further_than_the_window():
     layout = pack(batch_of([([7, 8, 1, 2], 2), ([7, 8, 3], 2)])).layout
-    mask = layout.branch_mask(layout.segments[1], torch.zeros(1))
-    assert (mask == 0).tolist() == [[True, True, True, False], [True, True, True, True]]
+    yes, no = True, False
+    assert (layout.mask(2, 4, torch.zeros(1)) == 0).tolist() == [[yes, yes, yes, no], [yes, yes, yes, yes]]
+    windowed = layout.mask(2, 4, torch.zeros(1), window=2)
+    assert (windowed == 0).tolist() == [[no, yes, yes, no], [no, no, yes, yes]]
+    assert layout.mask(2, 4, torch.zeros(1), window=2) is windowed
+    assert layout.mask(2, 4, torch.zeros(1, dtype=torch.float64)).dtype is torch.float64
 
 
 @settings(max_examples=60, deadline=None)

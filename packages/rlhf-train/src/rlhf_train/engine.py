@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +24,12 @@ from rlhf_core import (
     StepReport,
     TokenBudget,
     TrainCapabilities,
+    Trial,
     WeightSource,
     accumulate,
     learning_rate,
     score_in_micro_batches,
+    try_model,
 )
 from torch import Tensor
 
@@ -53,6 +56,8 @@ from rlhf_train.step import StepReports, drop_gradients, update_weights
 from rlhf_train.weights.average import AverageWeights
 from rlhf_train.weights.export import export_adapters, export_model
 from rlhf_train.weights.source import ZeroWeights
+
+_LOG = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine:
@@ -97,9 +102,9 @@ class DeepSpeedEngine:
         self._replays = config.routing_replay
         self._module: Any = build_module(config, zero, settings, ranks=self.ranks, replay=self._replays)
         self._deepspeed: Any = wrap_module(self._module, config, zero, settings, device=self.device)
-        if config.packing:
-            self._enable_packing()
-        self.packing: bool = self._module.packing
+        self.trial: Trial = self._try_model()
+        """How the model's outputs are had, as its trial found it."""
+        self.packing: bool = self.trial.packing
         """Whether rows run unpadded, with shared prompts run once."""
         self._sequence = group_with_common_rows(self.model, config, zero, ranks=self.ranks)
         self._average = self._start_average()
@@ -116,12 +121,25 @@ class DeepSpeedEngine:
             return None
         return AverageWeights(self.model, self._deepspeed, decay=self.config.average_decay, ranks=self.ranks)
 
-    def _enable_packing(self) -> None:
+    def _try_model(self) -> Trial:
         """Tried on a few tokens, by all ranks together, so after sharding and through the root."""
-        self._module.eval()
+
+        def trial(model: torch.nn.Module) -> Trial:
+            return try_model(
+                model,
+                self.config.role,
+                packing=self.config.packing,
+                agree=lambda fine: self.ranks.max(int(not fine)) == 0,
+            )
+
         run = self._module if self._deepspeed is None else self._deepspeed
+        self._module.eval()
         with torch.no_grad():
-            run(batch=None, fields=())
+            run(trial=trial)
+        found: Trial = self._module.trial
+        if found.notice and self.ranks.info.rank == 0:
+            _LOG.warning("%s (%s): %s", self.config.model, self.config.role, found.notice)
+        return found
 
     @property
     def model(self) -> Any:

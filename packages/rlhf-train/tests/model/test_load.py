@@ -37,7 +37,7 @@ def test_loading_leaves_the_random_stream_alone(policy_path):
 def test_a_path_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"without config\.json"):
         load_model(EngineConfig(model=str(tmp_path)), None)
-    with pytest.raises(ConfigError, match="is not a directory"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_model(EngineConfig(model=str(tmp_path / "nothing")), None)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from rlhf_core import Batch, ConfigError, Ranks, TrainEngine, deal
+from rlhf_core import Batch, ConfigError, Ranks, TrainEngine, check_model_path, deal
 
 from rlhf_algos.config.sections import DataSection
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
@@ -20,7 +20,6 @@ from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.reference import cache_key, default_cache, score_rows, with_reference
 from rlhf_algos.offline.teacher import check_teacher, with_teacher
 from rlhf_algos.torch_engine.engine import TorchEngine
-from rlhf_algos.torch_engine.model import check_model_path
 from rlhf_algos.torch_engine.ranks import rank_of
 
 
@@ -62,7 +61,7 @@ def load_data(config: OfflineConfig) -> OfflineData:
     if model.reference is not None:
         check_model_path(model.reference, what="model.reference")
     if config.method.teacher(config.loss) is not None:
-        check_teacher(config.loss, model.path)
+        check_teacher(config.loss, model.path, tokenizer=model.tokenizer, trust_remote_code=model.trust_remote_code)
     encoder = load_encoder(
         model.tokenizer or model.path,
         chat_template=model.chat_template,

@@ -17,6 +17,7 @@ from rlhf_core import (
     ModelOutputs,
     Ranks,
     TokenBudget,
+    check_model_path,
     cut_batch,
     deal,
     top_k_log_probs,
@@ -30,6 +31,8 @@ from rlhf_algos.losses.offline.distillation import DivergenceConfig, distillatio
 from rlhf_algos.offline.reference import cache_key, rows_batch
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.ranks import rank_of
+
+_PROBE = "The answer is 42: 6 * 7.\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,25 +76,60 @@ def distill(outputs: ModelOutputs, batch: Batch, config: DistillConfig) -> LossT
     return distillation_terms(placed, mask, kd_coef=config.kd_coef, log_probs=outputs.log_probs)
 
 
-def check_teacher(config: DistillConfig, student: str) -> None:
+def check_teacher(
+    config: DistillConfig, student: str, *, tokenizer: str | None = None, trust_remote_code: bool = False
+) -> None:
     """Refuse a teacher with another vocabulary, before any weights are loaded.
 
+    Args:
+        config: names the teacher.
+        student: path or hub name of the student.
+        tokenizer: of the student, if it is not in its directory.
+        trust_remote_code: whether a directory may bring code for its tokenizer.
+
     Raises:
-        ConfigError: it cannot be found, or its vocabulary has another size.
+        ConfigError: it cannot be found, or its vocabulary has another size or other tokens.
     """
     from transformers import AutoConfig
 
-    from rlhf_algos.torch_engine.model import check_model_path
-
     check_model_path(config.teacher, what="algorithm.teacher")
-    sizes = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in (config.teacher, student)]
+    configs = [
+        AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code) for name in (config.teacher, student)
+    ]
+    sizes = [one.get_text_config().vocab_size for one in configs]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"the teacher's vocabulary has {sizes[0]} tokens, the student's {sizes[1]}; distillation compares "
             "token by token, so take a teacher of the same family"
         )
+    if other := _other_token(config.teacher, tokenizer or student, trust_remote_code=trust_remote_code):
+        raise ConfigError(
+            f"the teacher's vocabulary is another than the student's: {other}; distillation compares token by "
+            "token, so take a teacher of the same family"
+        )
     if config.top_k > sizes[0]:
         raise ConfigError(f"distill: top_k {config.top_k} is more than the vocabulary's {sizes[0]} tokens")
+
+
+def _other_token(teacher: str, student: str, *, trust_remote_code: bool) -> str:
+    """What the two tokenizers differ in, in words; empty if in nothing, or the teacher came without one.
+
+    Ids that only one of them uses (special tokens that were added) do no harm.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        its, own = (
+            AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code) for name in (teacher, student)
+        )
+    except (OSError, ValueError):
+        return ""
+    its_tokens = {index: token for token, index in its.get_vocab().items()}
+    for token, index in own.get_vocab().items():
+        if its_tokens.get(index, token) != token:
+            return f"id {index} is {token!r} for the student and {its_tokens[index]!r} for the teacher"
+    cut = [tokenizer(_PROBE, add_special_tokens=False)["input_ids"] for tokenizer in (own, its)]
+    return "" if cut[0] == cut[1] else f"{_PROBE!r} is {cut[0]} for the student and {cut[1]} for the teacher"
 
 
 def with_teacher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ from rlhf_core import (
     TokenBudget,
     TrainCapabilities,
     TrainingDivergedError,
+    Trial,
     WeightSource,
     accumulate,
     adapter_parameters,
-    enable_packing,
     model_outputs,
     score_in_micro_batches,
+    try_model,
     write_adapter,
 )
 
@@ -36,6 +38,8 @@ from rlhf_algos.torch_engine.checkpoint import load_state, load_weights, save_st
 from rlhf_algos.torch_engine.model import LoraWeights, TorchOptions, load_model
 from rlhf_algos.torch_engine.optimizer import MasterAdamW
 from rlhf_algos.torch_engine.ranks import average_gradients, join_ranks, rank_of
+
+_LOG = logging.getLogger(__name__)
 
 
 class TorchEngine:
@@ -69,8 +73,12 @@ class TorchEngine:
             torch.cuda.set_device(self.device)
         self.ranks = join_ranks(self.device)
         self.model: Any = load_model(config, options).to(self.device)
-        self.packing = config.packing and enable_packing(self.model)
+        self.trial: Trial = try_model(self.model, config.role, packing=config.packing)
+        """How the model's outputs are had, as its trial found it."""
+        self.packing = self.trial.packing
         """Whether sequences run unpadded, with shared prompts computed once; False where the model cannot."""
+        if self.trial.notice and rank_of(self.ranks) == 0:
+            _LOG.warning("%s (%s): %s", config.model, config.role, self.trial.notice)
         self._adapters = config.lora if config.trained else None
         self._lora = config.quantize is not None or self._adapters is not None
         self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ from rlhf_core import (
     adapted_layers,
     add_adapters,
     dequantized,
+    load_role,
     merged_weight,
     name_without_adapters,
     outline,
-    quantized_loading,
-    settle_quantized,
+    zero_linear_head,
 )
 from torch import Tensor, nn
 
@@ -58,64 +56,21 @@ class TorchOptions:
         return config.options_as(cls, engine="torch")
 
 
-def check_model_path(model: str, *, what: str = "model") -> None:
-    """Refuse a path that cannot be a model, before anything is loaded.
-
-    Raises:
-        ConfigError: a directory without config.json, or a path that does not exist and is no hub name either.
-    """
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ConfigError(
-                f"{what} {model!r} is a directory without config.json; give one that save_pretrained wrote"
-            )
-    elif path.exists():
-        raise ConfigError(f"{what} {model!r} is a file; give the directory that holds config.json")
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
-        raise ConfigError(f"{what} {model!r} does not exist; give a directory with config.json or a hub name")
-
-
 def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
     """The model of `config.role` in training dtype on the CPU, with a seeded head where the checkpoint has none.
 
     Raises:
         ConfigError: there is no such model, or its files do not fit the role.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    check_model_path(config.model)
-    causal = config.role in ("policy", "reference")
-    auto: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
-    extra: dict[str, Any] = {} if causal else {"num_labels": 1}
-    if config.attention is not None:
-        extra["attn_implementation"] = config.attention
-    if config.quantize is not None:
-        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-        extra |= quantized_loading(config.quantize, dtype=dtype, device=device, extra="rlhf-algos[qlora]")
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            model, info = auto.from_pretrained(
-                config.model,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **extra,
-                **options.model_arguments,
-            )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {config.model!r} cannot be loaded as a {config.role}: {error}") from error
-    if config.role == "critic" and any(key.startswith("score.") for key in info["missing_keys"]):
-        # A fresh critic says 0 everywhere, so that the first advantages are the returns themselves.
-        nn.init.zeros_(model.score.weight)
+    model, fresh = load_role(config, extra="rlhf-algos[qlora]", arguments=options.model_arguments)
+    if config.role == "critic":
+        for parameter in zero_linear_head(model, fresh):
+            nn.init.zeros_(parameter)
     return _adapt(model, config)
 
 
 def _adapt(model: Any, config: EngineConfig) -> nn.Module:
     """Frozen roles, LoRA and gradient checkpointing."""
-    if config.quantize is not None:
-        settle_quantized(model)
     if config.optimizer is None:
         return model.requires_grad_(False)
     if config.lora is not None:

@@ -1,80 +1,146 @@
-"""Letting a Transformers model run packed rows, after a trial."""
+"""Letting a Transformers model run packed rows, with the fastest kernel that gives the right numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
-from rlhf_core.data.batch import Batch
-from rlhf_core.model.attention_kernels import Kernel, kernels_for
-from rlhf_core.model.hidden_states import packed_states, padded_states
-from rlhf_core.model.packed_attention import is_packing, register
-from rlhf_core.model.packing import pack
+from rlhf_core.errors import CapabilityError
+from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, Kernel, kernels_for
+from rlhf_core.model.packed_attention import MaskWatch, is_packing, register, watching_masks
+from rlhf_core.model.packing import Layout, Segment
+from rlhf_core.model.segment_attention import AttentionTerms, sdpa_segments
 
 
-def enable_packing(model: nn.Module) -> bool:
-    """Let `model_outputs` run this Transformers model on packed rows; False if the model cannot.
+def enable_packing(model: Any, watch: MaskWatch, fault: Callable[[], str]) -> str:
+    """Let `model_outputs` run this model on packed rows; returns why not, or nothing if so.
 
-    Models cannot whose attention has windows, soft caps or sinks, that carry a state along the sequence, or
-    whose attention was chosen to be something else than `sdpa`. All ranks of a sharded model call it together,
-    as it runs the model twice on a few tokens.
+    Args:
+        model: a Transformers model; left as it was where packing is not for it.
+        watch: what `watch_attention` saw of it.
+        fault: what is wrong with the outputs of packed rows; empty if nothing is.
     """
-    config = getattr(model, "config", None)
-    before = getattr(config, "_attn_implementation", None)
-    if is_packing(model):
-        return True
-    if config is None or before != "sdpa" or not _is_plain(model, config):
-        return False
-    selected: Any = model
-    for kernel in _kernels(model):
-        name = register(kernel)
-        selected.set_attn_implementation(name)
-        if config._attn_implementation == name and _trial(model):
-            return True
-    selected.set_attn_implementation(before)
-    return False
-
-
-def _kernels(model: Any) -> Sequence[Kernel]:
-    """Those to try, the fastest first."""
+    if reason := _chosen_attention(model) or watch.unlike:
+        return reason
+    before = model.config._attn_implementation
     weight = model.get_input_embeddings().weight
-    text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    heads = getattr(text, "num_attention_heads", None) or 1
-    head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
-    return kernels_for(weight.device, weight.dtype, head_dim)
+    for kernel in kernels_for(weight.device, weight.dtype, watch.head_dims):
+        model.set_attn_implementation(register(kernel))
+        if not (reason := _kernel_fault(model, kernel, watch) or fault()):
+            return ""
+    model.set_attn_implementation(before)
+    return reason
 
 
-def _is_plain(model: Any, config: Any) -> bool:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    return (
-        getattr(model, "_supports_attention_backend", False)
-        and not getattr(model, "_is_stateful", False)
-        and not getattr(text, "is_encoder_decoder", False)
-        and kinds == {"full_attention"}
-        and getattr(text, "attn_logit_softcapping", None) is None
-    )
+def watch_attention(model: Any, run_padded: Callable[[], object]) -> MaskWatch:
+    """What each layer's attention is told, and what is in its mask, while a few padded rows run.
 
-
-def _trial(model: Any) -> bool:
-    """Whether two short rows with a common prompt have the same hidden states packed as padded."""
-    device = model.get_input_embeddings().weight.device
-    ids = torch.tensor([[3, 1, 4, 1, 5, 0], [3, 1, 4, 2, 6, 5]], device=device)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]], device=device).bool()
-    answers = mask & (torch.arange(6, device=device) >= 3)
-    batch = Batch(token_ids=ids, attention_mask=mask, response_mask=answers)
-    training = model.training
-    model.eval()
+    `unlike` of the result says why packed rows are not for the model, if that can be seen already.
+    """
+    if reason := _unfit(model):
+        return MaskWatch(unlike=reason)
+    before, name = model.config._attn_implementation, register("sdpa")
+    model.set_attn_implementation(name)
     try:
-        with torch.no_grad():
-            padded, packed = padded_states(model, batch), packed_states(model, pack(batch))
-            left, right = padded.at(mask), packed.at(mask)
-    except (TypeError, ValueError, RuntimeError, ImportError):
-        return False
+        if model.config._attn_implementation != name:
+            return MaskWatch(unlike="its code takes no other attention")
+        with watching_masks() as watch:
+            run_padded()
     finally:
-        model.train(training)
-    tolerance = 1e-4 if left.dtype in (torch.float32, torch.float64) else 0.05
-    return bool((left - right).abs().max() <= tolerance * left.abs().max())
+        model.set_attn_implementation(before)
+    if not watch.head_dims:
+        watch.unlike = "its attention is code of its own"
+    return watch
+
+
+def _unfit(model: Any) -> str:
+    """Why there is no use in trying."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        return "it is no Transformers model"
+    if getattr(model, "_is_stateful", False):
+        return "it carries a state along the sequence"
+    if getattr(text_config(model), "is_encoder_decoder", False):
+        return "it has an encoder"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its code takes no other attention"
+    return ""
+
+
+def _chosen_attention(model: Any) -> str:
+    """Why its attention stays what it is; a model that `sdpa` cannot compute has `eager` without a choice."""
+    attention = model.config._attn_implementation
+    if attention == "sdpa" or (attention == "eager" and not getattr(model, "_supports_sdpa", True)):
+        return ""
+    return f"its attention was chosen to be {attention!r}"
+
+
+def text_config(model: Any) -> Any:
+    """The part of the model's config that is about text."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+_SHORT = Layout(
+    segments=(
+        Segment(start=0, stop=9),
+        Segment(start=9, stop=15, prompt_start=0, prompt_stop=9),
+        Segment(start=15, stop=17, prompt_start=0, prompt_stop=9),
+        Segment(start=17, stop=29),
+    )
+)
+
+
+def _kernel_fault(model: Any, kernel: Kernel, watch: MaskWatch) -> str:
+    """What is wrong with the kernel, on a few random states, under a window that they pass and the model's terms.
+
+    A model's window has thousands of tokens; the rows of a trial never reach past it.
+    """
+    if kernel == "sdpa":
+        return ""
+    weight = model.get_input_embeddings().weight
+    random = torch.Generator().manual_seed(0)
+    width = max(watch.head_dims)
+    states = [torch.randn(1, 2, 29, width, generator=random).to(weight.device, weight.dtype) for _ in range(3)]
+    sinks = torch.tensor([0.5, -0.5], device=weight.device, dtype=weight.dtype) if watch.sinks else None
+    terms = AttentionTerms(window=4 if watch.windows else None, soft_cap=watch.soft_cap, sinks=sinks)
+    layout = Layout(segments=_SHORT.segments)
+    with torch.no_grad():
+        try:
+            found = SEGMENT_ATTENTION[kernel](states[0], states[1], states[2], layout, terms)
+        except (RuntimeError, ValueError, TypeError, ImportError, CapabilityError) as error:
+            return f"the kernel {kernel!r} fails: {error}"
+        query, key, value = (state.double() for state in states)
+        expected = sdpa_segments(query, key, value, layout, _double(terms))
+    gap = float((found.double() - expected).abs().max())
+    tolerance = 1e-2 if weight.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    return "" if gap <= tolerance * 10 else f"the kernel {kernel!r} is off by {gap:.2g}"
+
+
+def _double(terms: AttentionTerms) -> AttentionTerms:
+    sinks = None if terms.sinks is None else terms.sinks.double()
+    return AttentionTerms(scale=terms.scale, window=terms.window, soft_cap=terms.soft_cap, sinks=sinks)
+
+
+def disable_packing(model: Any) -> None:
+    """Give the model back the attention it has without a choice, if its rows run packed."""
+    if is_packing(model):
+        model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+
+
+@contextlib.contextmanager
+def with_attention(model: Any, name: str) -> Iterator[None]:
+    """The model with another of Transformers' attentions; as it is, if it cannot have that one."""
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if before in (None, name) or not hasattr(model, "set_attn_implementation"):
+        yield
+        return
+    with contextlib.suppress(ValueError, ImportError):
+        model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,6 +1,6 @@
 """The backbone's run over a batch: states of the last layer, and where each token of the batch has its own.
 
-After `enable_packing(model)` the rows run unpadded and prompts that rows share run once; otherwise they run padded.
+Where packing is enabled the rows run unpadded and prompts that rows share run once; otherwise they run padded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_core.data.batch import Batch
 from rlhf_core.model.expert_routing import Routers, has_routers, to_tokens
+from rlhf_core.model.heads import backbone
 from rlhf_core.model.packed_attention import has_dropout, is_packing
 from rlhf_core.model.packing import PackedRows, pack
 
@@ -63,7 +64,7 @@ def padded_states(model: Any, batch: Batch, *, routed: bool = False) -> HiddenSt
     """Run the backbone on the padded rows."""
     # The backbone, not the model: its head would make logits of every token. ZeRO-3's hooks sit on every
     # submodule, so this gathers what it needs there too.
-    outputs = model.base_model(
+    outputs = backbone(model)(
         input_ids=batch.token_ids,
         attention_mask=batch.attention_mask.long(),
         use_cache=False,
@@ -80,7 +81,7 @@ def padded_states(model: Any, batch: Batch, *, routed: bool = False) -> HiddenSt
 
 def packed_states(model: Any, packed: PackedRows, *, routed: bool = False) -> HiddenStates:
     """Run the backbone on packed rows."""
-    outputs = model.base_model(
+    outputs = backbone(model)(
         input_ids=packed.token_ids,
         # A mask of four dimensions is passed on as it is: no [tokens, tokens] mask is built.
         attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device),

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _CHUNK_ELEMENTS = 1 << 24  # logits that exist at a time, 64 MiB in float32
+CANDIDATE_CHUNK = 256
+"""Positions whose logits exist at a time where k tokens of each are looked up."""
+
+_OUTER_ROWS = 8192  # rows of a head's gradient that are added to at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,31 @@ class LogitScaling:
         """The model's logits from the head's output; works in place where it can."""
         logits = logits if self.factor == 1.0 else logits * self.factor
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+
+class LinearHead:
+    """A linear head as its weight and bias, to be used without a call of its module and so without its hooks.
+
+    ZeRO-3's hooks would gather the weight in every call, and ranks have different numbers of calls. Whoever makes
+    this has the weight gathered while it is used, in the backward pass too.
+    """
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+
+    @property
+    def weight(self) -> Tensor:
+        """[vocab, hidden]."""
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[vocab]."""
+        return self.module.bias
+
+    def __call__(self, hidden: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens vocab"]:
+        """The head's output."""
+        return nn.functional.linear(hidden, self.weight, self.bias)
 
 
 def log_probs_from_logits(
@@ -55,17 +84,17 @@ def chunked_log_probs(
     """Log-probs (and entropies, else zeros) of `targets` under softmax(scaling(head(hidden)) / temperature).
 
     Logits exist for `chunk` tokens at a time (None: 64 MiB of them); the backward pass computes them again. A
-    plain linear head is differentiated by hand, chunk by chunk. Any other one, such as one that ZeRO-3 has
-    sharded, is called as a module, so that its gathering hooks fire.
+    linear head is differentiated by hand, chunk by chunk, and the gradient of its weight is added up in float32
+    whatever its dtype, so that it does not depend on the number of chunks. Any other head is called as it is.
     """
     scaling = scaling or LogitScaling()
     if not len(hidden):
         empty = hidden.sum(dim=-1)
         return empty, empty
-    if _is_plain_linear(head):
-        size = chunk or max(64, _CHUNK_ELEMENTS // head.weight.shape[0])  # type: ignore[attr-defined]
+    if (linear := _linear(head)) is not None:
+        size = chunk or max(64, _CHUNK_ELEMENTS // linear.weight.shape[0])
         settings = _Settings(temperature=temperature, with_entropy=with_entropy, chunk=size, scaling=scaling)
-        return _LinearLogProbs.apply(hidden, head.weight, head.bias, targets, settings)  # type: ignore
+        return _LinearLogProbs.apply(hidden, linear.weight, linear.bias, targets, settings)  # type: ignore
     return _module_log_probs(hidden, head, targets, (temperature, with_entropy, chunk or 1024, scaling))
 
 
@@ -75,7 +104,7 @@ def chunked_candidate_log_probs(
     candidates: Int[Tensor, "tokens k"],
     *,
     temperature: float = 1.0,
-    chunk: int = 256,
+    chunk: int = CANDIDATE_CHUNK,
     scaling: LogitScaling | None = None,
 ) -> Float[Tensor, "tokens k"]:
     """Log-probs of k tokens at each position; logits exist for `chunk` positions at a time, in both passes."""
@@ -115,12 +144,16 @@ def chunked_top_k(
     return torch.cat(log_probs), torch.cat(ids)
 
 
-def _is_plain_linear(head: object) -> bool:
+def _linear(head: Any) -> LinearHead | None:
+    """The head's weight and bias, if they are all it needs and are there."""
+    if isinstance(head, LinearHead):
+        return head
     if type(head) is not nn.Linear:
-        return False
+        return None
     # DeepSpeed marks the parameters it shards; outside a module call they are empty.
     hooks = head._forward_pre_hooks or head._forward_hooks or head._backward_hooks
-    return not hooks and not hasattr(head.weight, "ds_id") and head.weight.dim() == 2
+    plain = not hooks and not hasattr(head.weight, "ds_id") and head.weight.dim() == 2
+    return LinearHead(head) if plain else None
 
 
 def _module_log_probs(
@@ -189,9 +222,10 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
-        to_weight = torch.zeros_like(weight) if needs_weight else None
-        to_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        to_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
         last, ctx.last = ctx.last, None
         for start in reversed(range(0, len(hidden), settings.chunk)):
             part = slice(start, start + settings.chunk)
@@ -206,14 +240,35 @@ class _LinearLogProbs(torch.autograd.Function):
             if settings.scaling.soft_cap is not None:
                 capped = _raw_logits(hidden[part], weight, bias, settings).div_(settings.scaling.soft_cap).tanh_()
                 logits_grad.mul_(1 - capped.square_())
-            logits_grad = logits_grad.mul_(settings.scaling.factor / settings.temperature).to(weight.dtype)
-            if to_hidden is not None:
-                torch.mm(logits_grad, weight, out=to_hidden[part])
-            if to_weight is not None:
-                to_weight.addmm_(logits_grad.T, hidden[part])
+            logits_grad = logits_grad.mul_(settings.scaling.factor / settings.temperature)
             if to_bias is not None:
                 to_bias += logits_grad.sum(dim=0)
-        return to_hidden, to_weight, to_bias, None, None
+            if to_weight is not None:
+                _add_outer(to_weight, logits_grad, hidden[part])
+            if to_hidden is not None:
+                torch.mm(logits_grad.to(weight.dtype), weight, out=to_hidden[part])
+        narrow = weight.dtype
+        return (
+            to_hidden,
+            None if to_weight is None else to_weight.to(narrow),
+            None if to_bias is None else to_bias.to(narrow),
+            None,
+            None,
+        )
+
+
+def _add_outer(total: Tensor, logits_grad: Tensor, hidden: Tensor) -> None:
+    """total += logits_grad.T @ hidden, in the precision of `total`, a slice of the vocabulary at a time."""
+    for start in range(0, len(total), _OUTER_ROWS):
+        rows = slice(start, start + _OUTER_ROWS)
+        left = logits_grad[:, rows].T
+        if hidden.dtype is total.dtype:
+            total[rows].addmm_(left, hidden)
+        elif hidden.is_cuda:
+            # Tensor cores take 16-bit factors and add up in float32; the sum is kept as it is.
+            total[rows] += torch.mm(left.to(hidden.dtype), hidden, out_dtype=total.dtype)
+        else:
+            total[rows].addmm_(left, hidden.to(total.dtype))
 
 
 def _raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:

@@ -13,6 +13,7 @@ and attention costs the sum of the segments' squares.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,18 +45,18 @@ class Layout:
     """How the tokens of a packed row attend; travels to the attention function as an argument."""
 
     segments: tuple[Segment, ...]
-    masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
-    """Causal masks of branches, made once for all layers, by queries, keys and dtype."""
+    masks: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Causal masks that were needed so far, made once for all layers."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What a kernel made of the segments, once for all layers, by its name."""
 
-    def branch_mask(self, segment: Segment, like: Tensor) -> Tensor:
-        """[queries, keys] additive mask of a branch: all of the prompt, and the branch up to the query."""
-        queries, keys = segment.stop - segment.start, segment.keys
-        place = (queries, keys, like.dtype)
+    def mask(self, queries: int, keys: int, like: Tensor, *, window: int | None = None) -> Tensor:
+        """[queries, keys] additive causal mask of queries that belong to the last keys, within the window."""
+        place = (queries, keys, window, like.dtype, like.device)
         if place not in self.masks:
             full = torch.full((queries, keys), float("-inf"), dtype=like.dtype, device=like.device)
-            self.masks[place] = full.triu(keys - queries + 1)
+            mask = full.triu(keys - queries + 1)
+            self.masks[place] = mask if window is None else mask + full.tril(keys - queries - window)
         return self.masks[place]
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rlhf_algos import check_model_path
-from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_scores
+from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_model_path, check_scores
 
 from rlhf_launch.config.generate import GenerateConfig
 from rlhf_launch.generation.rows import GeneratedRows, make_row

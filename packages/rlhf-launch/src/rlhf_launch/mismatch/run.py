@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rlhf_algos import check_model_path
-from rlhf_core import ConfigError, DeadlineExceeded, DroppedSample, SamplingConfig, Trajectory, collate
+from rlhf_core import (
+    ConfigError,
+    DeadlineExceeded,
+    DroppedSample,
+    SamplingConfig,
+    Trajectory,
+    check_model_path,
+    collate,
+)
 from torch import Tensor
 
 from rlhf_launch.config.run import OnlineConfig

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_algos import check_model_path
-from rlhf_core import ConfigError, SamplingConfig
+from rlhf_core import ConfigError, SamplingConfig, check_model_path
 
 from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_algos import check_model_path
-from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory
+from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory, check_model_path
 from rlhf_rollout import (
     CombinedReward,
     EngineRewardConfig,

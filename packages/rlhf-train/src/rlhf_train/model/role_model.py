@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rlhf_core import Batch, enable_packing, is_packing, model_outputs
+from rlhf_core import Batch, Heads, LinearHead, OwnHead, Trial, model_outputs
 from torch import Tensor, nn
-from torch.nn import functional
+
+ModelTrial = Callable[[nn.Module], Trial]
+"""Tries a model where its parameters can be used: inside the root's forward pass."""
+
+_ALL = 1 << 30
+"""A chunk that holds all tokens of a micro-batch."""
 
 
 class RoleModel(nn.Module):
@@ -20,14 +25,16 @@ class RoleModel(nn.Module):
 
     Under ZeRO-3 (`sharded`) every call of a module gathers its parameters. The head runs once per chunk of tokens,
     and ranks have different numbers of chunks: their collectives would not match and the ranks would wait for each
-    other for ever. So the root itself gathers the head once per micro-batch, and the head is applied without its
-    own hooks.
+    other for ever. So the root itself gathers a linear head once per micro-batch, and the head is applied without
+    its own hooks; a head of another kind runs over all tokens at once.
     """
 
     def __init__(self, model: Any, *, sharded: bool, replay: bool = False) -> None:
         super().__init__()
         self.model = model
-        self._replay = replay
+        self.trial = Trial(packing=False)
+        """What the trial of the model found; before it, that nothing is known."""
+        self._replay, self._sharded = replay, sharded
         head = model.get_output_embeddings()
         self._width = head.in_features if isinstance(head, nn.Linear) else None
         if sharded and isinstance(head, nn.Linear):
@@ -35,17 +42,23 @@ class RoleModel(nn.Module):
 
             for parameter in head.parameters():
                 deepspeed.zero.register_external_parameter(self, parameter)
-            model.get_output_embeddings = lambda: lambda hidden: functional.linear(hidden, head.weight, head.bias)
+            gathered = LinearHead(head)
+            model.get_output_embeddings = lambda: gathered
 
-    def forward(self, *, batch: Batch | None, fields: Sequence[str]) -> dict[str, Tensor]:
+    def forward(
+        self, *, batch: Batch | None = None, fields: Sequence[str] = (), trial: ModelTrial | None = None
+    ) -> dict[str, Tensor]:
         """The `fields` of ModelOutputs for the rows of `batch`. A dict, because ZeRO looks for tensors in it.
 
-        Without a batch: find out whether the model can run packed rows, and let it if so.
+        Without a batch, the `trial` of the model.
         """
         if batch is None:
-            enable_packing(self.model)
+            if trial is not None:
+                self.trial = trial(self.model)
             return {}
-        outputs = model_outputs(self.model, batch, fields, replay=self._replay)
+        own = Heads.of(self.model).own_logits
+        chunk = _ALL if self._sharded and own else None
+        outputs = model_outputs(self.model, batch, fields, replay=self._replay, chunk=chunk)
         found = {name: value for name in fields if (value := getattr(outputs, name)) is not None}
         if torch.is_grad_enabled() and not bool(batch.response_mask[:, 1:].any()):
             self._touch_head(found)
@@ -56,17 +69,14 @@ class RoleModel(nn.Module):
         """The model's; DeepSpeed looks there for what tensor parallelism must know of its heads."""
         return self.model.config
 
-    @property
-    def packing(self) -> bool:
-        """Whether rows run unpadded, with shared prompts run once."""
-        return is_packing(self.model)
-
     def _touch_head(self, found: dict[str, Tensor]) -> None:
         """Give the head a gradient of zero where no token needs it: the other ranks reduce theirs and wait."""
         for name in ("log_probs", "entropy", "candidate_log_probs"):
             if name in found and self._width is not None:
                 nothing = torch.zeros(1, self._width, dtype=self.model.dtype, device=found[name].device)
-                found[name] = found[name] + 0.0 * self.model.get_output_embeddings()(nothing).sum()
+                own = Heads.of(self.model).own_logits
+                head = OwnHead(self.model) if own else self.model.get_output_embeddings()
+                found[name] = found[name] + 0.0 * head(nothing).sum()
                 return
 
 

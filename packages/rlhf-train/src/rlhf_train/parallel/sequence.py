@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from rlhf_core import Batch, ConfigError, Layout, ModelOutputs, Segment, is_packing
+from rlhf_core import Batch, ConfigError, Layout, ModelOutputs, Segment, backbone, is_packing
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -63,8 +63,9 @@ class SequenceGroup:
                 f"engine: sequence_parallel_size {self.size} does not fit {heads} attention and "
                 f"{key_heads} key/value heads; it must divide the former, and divide or be a multiple of the latter"
             )
-        model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.base_model.register_forward_hook(self._after, with_kwargs=True)
+        body = backbone(model)
+        body.register_forward_pre_hook(self._before, with_kwargs=True)
+        body.register_forward_hook(self._after, with_kwargs=True)
 
     # ------------------------------------------------------------ the backbone's hooks
 
@@ -101,6 +102,10 @@ class SequenceGroup:
         parts = states[0].unflatten(0, (self.size, -1))  # ranks, slice of tokens, share of heads, dim
         mine = _AllToAll.apply(parts, self)
         return mine.transpose(0, 1).flatten(1, 2)[None]
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """[heads] to this rank's share of them, in the order in which `to_heads` deals heads."""
+        return values.unflatten(0, (self.size, -1))[self.index]
 
 
 class _AllToAll(torch.autograd.Function):
