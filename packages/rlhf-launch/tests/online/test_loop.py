@@ -173,3 +173,18 @@ def test_an_evaluation_without_any_score_is_said(tmp_path, capsys):
     reporter.evaluation(Evaluation(name="a", step=1, metrics={"dropped_samples": 8.0}))
     assert "a reward nan, 8 sample(s) without a score" in capsys.readouterr().out
     assert reporter.measured("eval/a/reward", 1) is None
+
+
+def test_what_is_surely_unwanted_is_warned_of(settings, make_config):
+    greedy = make_config(
+        settings,
+        algorithm="reinforce",
+        rollout__samples_per_prompt=1,
+        rollout__sampling={"max_tokens": 8, "temperature": 0.0},
+        train__optimizer={"learning_rate": 0.0},
+    )
+    assert [text.split(":")[0] for text in greedy.warnings] == [
+        "rollout.sampling.temperature=0",
+        "train.optimizer.learning_rate=0",
+    ]
+    assert make_config(settings).warnings == ()

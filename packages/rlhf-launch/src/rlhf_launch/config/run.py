@@ -274,6 +274,20 @@ class OnlineConfig:
             raise ConfigError(f"evaluation.best_metric={metric!r} names the set {name!r}; there is {there}")
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is legal here and surely unwanted."""
+        found = []
+        if self.rollout.sampling.temperature == 0:
+            found.append(
+                "rollout.sampling.temperature=0: the policy never tries anything but its likeliest answer, so it "
+                "can "
+                "hardly find a better one"
+            )
+        if self.train.optimizer.learning_rate == 0:
+            found.append("train.optimizer.learning_rate=0: nothing is learnt")
+        return tuple(found)
+
+    @property
     def recipe(self) -> Recipe:
         """The algorithm; where samples may be stale and it names no correction for that, with one."""
         recipe, overlap = self.algorithm.recipe, self.rollout.overlap

@@ -9,6 +9,7 @@ from rlhf_core import ConfigError, did_you_mean
 
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.metrics import PhaseClock
+from rlhf_launch.online.remarks import Remarks
 from rlhf_launch.online.report import Reporter
 from rlhf_launch.online.state import RunState
 from rlhf_launch.online.trainer import Trainer
@@ -63,6 +64,7 @@ class OnlineRun:
 
 def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
     """Run the steps that are left."""
+    remarks = Remarks()
     for step in range(run.state.step, run.schedule.steps):
         clock = PhaseClock()
         groups, waited = run.producer.collect()
@@ -83,6 +85,8 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         metrics["idle_seconds/engines"] = run.pool.take_idle_seconds()
         metrics["weight_version"] = sync.version
         run.reporter.step(step + 1, metrics)
+        for remark in remarks.new(metrics, passes=run.prompts.passes):
+            run.reporter.say(remark)
         check_best_metric(run.schedule.best_metric, run.reporter.latest)
         stop = on_step is not None and on_step(step + 1, metrics) is False
         finish_step(run, last=stop or step + 1 == run.schedule.steps)

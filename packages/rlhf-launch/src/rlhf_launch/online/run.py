@@ -108,6 +108,8 @@ def _describe(config: OnlineConfig, inputs: Inputs, console: Console) -> None:
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
     sizes = [f"{name} {len(held_out.prompts)}" for name, held_out in inputs.held_out.items()]
     console.print(f"  data: {len(inputs.prompts.prompts)} prompts{dropped}, held out: {', '.join(sizes) or 'none'}")
+    for warning in config.warnings:
+        console.print(f"  warning: {warning}", soft_wrap=True)
     if config.rollout.overlap is not None:
         console.print(f"  overlap: {_described(config.recipe, config.rollout.overlap)}")
 

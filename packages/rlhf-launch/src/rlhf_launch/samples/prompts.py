@@ -268,6 +268,11 @@ class PromptStream:
         self.position = position
         self._order: tuple[int, list[int]] = (-1, [])
 
+    @property
+    def passes(self) -> float:
+        """How often the prompts were gone through so far."""
+        return self.position / len(self._prompts)
+
     def take(self, count: int) -> list[Any]:
         """The next `count` prompts."""
         taken = [self.at(self.position + offset) for offset in range(count)]
