@@ -10,6 +10,7 @@ from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnlineRun, Schedule, finish_step, run_steps
 from rlhf_launch.online.report import Reporter
 from rlhf_launch.online.state import RunState
+from rlhf_launch.samples.prompts import PromptStream
 
 
 class Engine:
@@ -58,7 +59,7 @@ class Run:
             evaluator=self.evaluate,
             reporter=self.reporter,
             state=RunState(self.store, [Engine()], producer, kl, background=background),
-            prompts=None,
+            prompts=PromptStream(["a"], seed=0),
             make_groups=None,
         )
 
