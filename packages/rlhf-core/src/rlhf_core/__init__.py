@@ -91,6 +91,7 @@ from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 from rlhf_core.training.random_state import RandomState
 from rlhf_core.weight_sync.adapters import AdapterWeights
+from rlhf_core.weight_sync.checkpoint_layout import checkpoint_views
 from rlhf_core.weight_sync.delta import DeltaMode, DeltaSource
 from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, AdapterScale, Bucket, TensorSpec, WeightManifest
 from rlhf_core.weight_sync.receive import receive_weights
@@ -226,6 +227,7 @@ __all__ = [
     "check_scores",
     "check_switch",
     "check_whole",
+    "checkpoint_views",
     "chunked_log_probs",
     "collate",
     "config_from",

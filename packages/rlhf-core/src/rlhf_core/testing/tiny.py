@@ -73,3 +73,41 @@ def save_tiny_model(
     if tokenizer:
         byte_tokenizer().save_pretrained(path)
     return str(path)
+
+
+def save_tiny_experts(
+    path: Path | str, family: Literal["mixtral", "qwen3_moe"] = "mixtral", *, seed: int = 0, tokenizer: bool = True
+) -> str:
+    """Write a random float32 mixture of experts (2 layers, 2 of its experts per token) and the byte tokenizer.
+
+    Mixtral has 4 experts, Qwen3-MoE 8. Transformers keeps the experts of a layer in one tensor; the checkpoint
+    has each by itself. Returns the path.
+    """
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|pad|>"),
+    }
+    if family == "mixtral":
+        model = MixtralForCausalLM(
+            MixtralConfig(intermediate_size=128, num_local_experts=4, sliding_window=None, **shape)
+        )
+    else:
+        experts = {"num_experts": 8, "moe_intermediate_size": 64, "norm_topk_prob": True, "head_dim": 32}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=128, **experts, **shape))
+    model.save_pretrained(path)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(path)
+    return str(path)

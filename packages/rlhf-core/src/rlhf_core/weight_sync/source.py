@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.weight_sync.checkpoint_layout import checkpoint_views
 from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, Bucket, TensorSpec, WeightManifest
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -58,13 +59,14 @@ class PackingSource(WeightSource, Protocol):
 class ModuleWeights:
     """WeightSource of a module that lives unsharded in this process.
 
-    `names` maps a parameter's name to its checkpoint name, or to None to leave it out.
+    Weights that Transformers keeps in another layout than their checkpoint travel in the checkpoint's. `names` maps
+    a weight's name there to the one it travels under, or to None to leave it out.
     """
 
     def __init__(self, module: torch.nn.Module, names: Callable[[str], str | None] = lambda name: name) -> None:
         self._tensors = {
-            mapped: parameter
-            for name, parameter in module.named_parameters()
+            mapped: tensor
+            for name, tensor in checkpoint_views(module).items()
             if (mapped := names(name)) is not None
         }
 
@@ -90,7 +92,7 @@ def copy_into(module: torch.nn.Module) -> LoadWeights:
     Raises:
         WeightSyncError: a name the module does not have, or another shape.
     """
-    targets = dict(module.named_parameters(remove_duplicate=False))
+    targets: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False)) | checkpoint_views(module)
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
@@ -111,15 +113,17 @@ def check_coverage(manifest: WeightManifest, module: torch.nn.Module) -> None:
     """Refuse a manifest that would leave a parameter of `module` as it was; a partial one may do so.
 
     Raises:
-        WeightSyncError: names the parameters that nothing is sent for. Tied ones count as covered by their twin.
+        WeightSyncError: names the weights that nothing is sent for. Tied ones count as covered by their twin.
     """
     if manifest.partial:
         return
     sent = {spec.name for spec in manifest.tensors}
-    groups: dict[int, set[str]] = {}
+    twins: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), set()).add(name)
-    missing = sorted(min(names) for names in groups.values() if not names & sent)
+        twins.setdefault(id(parameter), set()).add(name)
+    missing = sorted(
+        name for name, tensor in checkpoint_views(module).items() if not twins.get(id(tensor), {name}) & sent
+    )
     if missing:
         raise WeightSyncError(
             f"{len(missing)} weights of the generator are not in the sync, among them {', '.join(missing[:5])}; "

@@ -6,7 +6,7 @@ One thread owns the model (`loop`); `decoder` grows a batch with cached states, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from rlhf_core import (
     WeightSyncError,
     check_base,
     check_coverage,
+    checkpoint_views,
     copy_into,
     join_link,
     receive_weights,
@@ -161,9 +162,8 @@ class TransformersBackend:
                 raise WeightSyncError("receive_weights before connect: there is no weight link to receive from")
             check_base(manifest, None if self._loop.refuses else self._loop.version)
             check_coverage(manifest, self._model)
-            receive_weights(
-                manifest, self._receiver, copy_into(self._model), base=lambda name: _weight(self._model, name)
-            )
+            held = checkpoint_views(self._model)
+            receive_weights(manifest, self._receiver, copy_into(self._model), base=lambda name: _weight(held, name))
         except Exception as error:
             reason = f"the last weight sync failed; sync again before sampling: {error}"
             self._loop.refuse(StaleWeightsError(reason))
@@ -177,11 +177,10 @@ class TransformersBackend:
         self._loop.accept()
 
 
-def _weight(model: Any, name: str) -> torch.Tensor:
-    try:
-        return model.get_parameter(name)
-    except AttributeError:
-        raise WeightSyncError(f"the generator's model has no weight {name!r}") from None
+def _weight(held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in held:
+        raise WeightSyncError(f"the generator's model has no weight {name!r}")
+    return held[name]
 
 
 def _end_of_text(model: Any) -> frozenset[int]:

@@ -170,7 +170,9 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             return False
         if isinstance(layer, ParallelLMHead) and self._tied:
             return False
-        if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
+        method = getattr(layer, "quant_method", None)
+        plain = isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod)
+        if plain or isinstance(method, UnquantizedFusedMoEMethod):
             return info.load_numel < (info.load_numel_total or 0)
         # Others may be padded, so that a complete load does not reach the total.
         return info.load_numel == 0

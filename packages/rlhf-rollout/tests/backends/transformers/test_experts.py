@@ -1,0 +1,65 @@
+"""Mixtures of experts, whose layers Transformers fuses: generated and synced as their checkpoint has them."""
+
+import asyncio
+
+import pytest
+import torch
+from rlhf_core import DeltaSource, GenerationRequest, ModuleWeights, RolloutConfig, SamplingConfig
+from rlhf_core.testing.tiny import save_tiny_experts
+from rlhf_core.testing.weight_sync import Trainer, connect, send_and_receive, sync
+from rlhf_rollout import TransformersBackend
+
+REQUEST = GenerationRequest(
+    request_id="r", prompt_token_ids=tuple(range(40, 60)), sampling=SamplingConfig(max_tokens=16), n=2, seed=0
+)
+
+
+@pytest.fixture(params=["mixtral", "qwen3_moe"])
+def served(request, tmp_path):
+    path = save_tiny_experts(tmp_path, request.param)
+    backend = TransformersBackend(RolloutConfig(model=path, max_model_len=128))
+    yield backend, Trainer(path)
+    backend.close()
+
+
+def gap(backend, trainer):
+    samples = asyncio.run(backend.generate(REQUEST)).samples
+    return max(
+        float((trainer.log_probs(REQUEST, sample) - torch.tensor(sample.log_probs)).abs().max())
+        for sample in samples
+    )
+
+
+def test_log_probs_agree_before_and_after_every_sync(served):
+    backend, trainer = served
+    assert gap(backend, trainer) < 1e-4
+    for _ in range(3):
+        trainer.perturb(0.01)
+        assert gap(backend, trainer) > 1e-3
+        asyncio.run(sync(backend, trainer))
+        assert gap(backend, trainer) < 1e-4
+
+
+@pytest.mark.parametrize(("mode", "share"), [("tensors", 0.5), ("values", 0.01)])
+def test_a_change_of_one_expert_travels_alone(served, mode, share):
+    backend, trainer = served
+    source = DeltaSource(ModuleWeights(trainer.model), mode=mode)
+
+    async def both():
+        sender = await connect(backend, "local", timeout_s=30)
+        sizes = []
+        for version in (1, 2):
+            manifest = source.changes(version)
+            sizes.append(manifest.total_bytes)
+            await send_and_receive(backend, source, sender, manifest)
+            source.confirm(version)
+            with torch.no_grad():
+                trainer.model.model.layers[1].mlp.experts.gate_up_proj[2, :3] += 0.5
+        sender.close()
+        with torch.no_grad():  # the last change was not sent
+            trainer.model.model.layers[1].mlp.experts.gate_up_proj[2, :3] -= 0.5
+        return sizes
+
+    whole, partial = asyncio.run(both())
+    assert partial < share * whole
+    assert gap(backend, trainer) < 1e-4
