@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rlhf_core import (
@@ -184,7 +185,7 @@ DYING_ENGINE = """
 import os, signal, sys
 from rlhf_core import Link, WeightManifest, join_link
 import json
-link = Link(kind=sys.argv[1], address=sys.argv[2], receivers=2, timeout_s=30)
+link = Link(kind=sys.argv[1], address=sys.argv[2], receivers=2, timeout_s=120)
 receiver = join_link(link, 1)
 manifest = WeightManifest.from_dict(json.loads(sys.argv[3]))
 for index, _ in enumerate(receiver.receive(manifest.buckets())):
@@ -199,13 +200,14 @@ def test_an_engine_killed_between_two_buckets_leaves_no_engine_serving_a_mixture
     trainer.perturb()
     manifest = trainer.manifest(1)
     assert len(manifest.buckets()) > 4
-    sender = open_sender(kind, receivers=2, timeout_s=10)
+    sender = open_sender(kind, receivers=2, timeout_s=60)  # a process starts meanwhile
     command = [sys.executable, "-c", DYING_ENGINE, kind, sender.link.address, json.dumps(manifest.to_dict())]
 
     async def both() -> None:
         joining = asyncio.create_task(backend.connect(sender.link, 0))
         await asyncio.to_thread(sender.accept)
         await joining
+        sender.link = replace(sender.link, timeout_s=10)
         receiving = asyncio.create_task(backend.receive_weights(manifest))
         with pytest.raises((WeightSyncError, DeadlineExceeded)):
             await asyncio.to_thread(send_weights, ModuleWeights(trainer.model), manifest, sender)

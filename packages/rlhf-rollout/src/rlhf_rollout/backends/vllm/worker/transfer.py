@@ -230,12 +230,12 @@ def _experts_packed_anew(model: nn.Module) -> Iterator[None]:
         if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
     ]
     for method in methods:
-        method.process_weights_after_loading = _with_preparation(method)
+        vars(method)["process_weights_after_loading"] = _with_preparation(method)
     try:
         yield
     finally:
         for method in methods:
-            del method.process_weights_after_loading
+            del vars(method)["process_weights_after_loading"]
 
 
 def _with_preparation(method: UnquantizedFusedMoEMethod) -> Callable[[Any], None]:
