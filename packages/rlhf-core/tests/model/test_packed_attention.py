@@ -206,6 +206,11 @@ def test_router_loss_of_a_mixture_of_experts():
     ).aux_loss
     found = model_outputs(model, batch, ("log_probs", "aux_loss")).aux_loss
     assert torch.allclose(found.double(), expected.double(), atol=1e-6)
+    assert packs(model)
+    # A shared prompt is routed once, so it counts once.
+    unshared = replace(batch, response_mask=batch.attention_mask)
+    packed = model_outputs(model, unshared, ("log_probs", "aux_loss")).aux_loss
+    assert torch.allclose(packed.double(), expected.double(), atol=1e-5)
 
 
 def test_candidates_and_the_top_k_of_a_teacher():

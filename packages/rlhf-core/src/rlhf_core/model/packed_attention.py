@@ -20,7 +20,12 @@ from rlhf_core.model.segment_attention import AttentionTerms, masked_attention, 
 NAME = "rlhf_packed"
 """Under which Transformers knows the attention; the kernel's name follows where it is not `sdpa`."""
 
-_HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "return_dict", "whole_tokens"})
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "cache_position", "is_causal", "use_cache", "return_dict", "whole_tokens"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
+)
 """Arguments of an attention call that change nothing in a packed row; switches that are off are harmless too."""
 
 

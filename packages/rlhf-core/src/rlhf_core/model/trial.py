@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -190,7 +191,7 @@ class _Trial:
         lengths = (rows.lengths - cut).tolist()
         with self._watched_head():
             return [
-                self._model(input_ids=rows.token_ids[row : row + 1, :length]).logits[0].clone()
+                _own_forward(self._model, rows.token_ids[row : row + 1, :length]).logits[0].clone()
                 for row, length in enumerate(lengths)
             ]
 
@@ -264,6 +265,13 @@ class _Trial:
             raise CapabilityError("its scalar head is given something else than the states of tokens")
         given = self._gap(inputs, own, relative=True)
         return gap if given.fine else given
+
+
+def _own_forward(model: Any, ids: Tensor) -> Any:
+    """The model's own forward pass; a few old models do not take `use_cache`."""
+    takes = signature(model.forward).parameters
+    cached = "use_cache" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    return model(input_ids=ids, **({"use_cache": False} if cached else {}))
 
 
 def _one_hot(places: Tensor, rows: Batch) -> Tensor:
