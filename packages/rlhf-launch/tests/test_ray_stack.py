@@ -169,7 +169,7 @@ def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):
     with torch.no_grad():
         exported = model_outputs(model, batch, ("log_probs",)).log_probs
     assert torch.allclose(exported, run.trainer.policy.score(batch).log_probs, atol=1e-5)
-    run.trainer.policy.export(tmp_path / "average", averaged=True)
+    run.trainer.policy.export_average(tmp_path / "average")
     average = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
     assert any(not torch.allclose(weight, average[name]) for name, weight in model.state_dict().items())
 
@@ -291,7 +291,8 @@ def test_a_generator_killed_during_training_is_replaced_by_the_sync(run, config,
 
 def test_more_workers_than_the_cluster_has_are_refused(run, folder, tmp_path):
     wanted = settings(folder, tmp_path / "large")
-    wanted["train"] |= {"ranks": 500, "prompts_per_step": 1000}
+    wanted["train"] |= {"ranks": 500, "prompts_per_step": 24}
+    wanted["rollout"] |= {"samples_per_prompt": 64}
     config = from_mapping(OnlineConfig, wanted, source="test")
     store = CheckpointStore(tmp_path / "checkpoints")
     with (
