@@ -33,7 +33,15 @@ from rlhf_algos.advantages.objectives import (
     pass_at_k_advantages,
 )
 from rlhf_algos.advantages.registry import ADVANTAGES, make_advantage
-from rlhf_algos.advantages.returns import WhitenConfig, Whitening, discounted_returns, gae, spread_scores, whiten
+from rlhf_algos.advantages.returns import (
+    WhitenConfig,
+    Whitening,
+    discounted_returns,
+    gae,
+    length_adaptive_lam,
+    spread_scores,
+    whiten,
+)
 from rlhf_algos.advantages.reward_shaping import (
     RewardShaping,
     overlong_penalty,
@@ -44,6 +52,7 @@ from rlhf_algos.advantages.reward_shaping import (
 )
 from rlhf_algos.advantages.self_play import RoleBaselines
 from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
+from rlhf_algos.advantages.token_baseline import OptimalTokenAdvantagesConfig, optimal_token_advantages
 from rlhf_algos.config.describe import commented_yaml, json_schema, reference, schema_text
 from rlhf_algos.config.devices import choose_device, choose_dtype
 from rlhf_algos.config.loader import dump_config, from_mapping, load_config, to_plain
@@ -265,6 +274,7 @@ __all__ = [
     "OfflineTrainSection",
     "OldLogProbs",
     "OnPolicyDistillationConfig",
+    "OptimalTokenAdvantagesConfig",
     "OptimizerSection",
     "OtherTokens",
     "PPOClipConfig",
@@ -354,6 +364,7 @@ __all__ = [
     "kl_cov",
     "kl_estimate",
     "kto",
+    "length_adaptive_lam",
     "load_config",
     "load_encoder",
     "load_tokenizer",
@@ -370,6 +381,7 @@ __all__ = [
     "on_policy_distillation",
     "opo_advantages",
     "opposite_baselines",
+    "optimal_token_advantages",
     "orpo",
     "overlong_penalty",
     "pair_metrics",

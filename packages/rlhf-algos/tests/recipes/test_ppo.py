@@ -83,9 +83,28 @@ def test_rewards_can_be_whitened_around_their_mean():
     torch.testing.assert_close(ready["advantages"][MASK], expected)
 
 
+def test_the_critic_may_decay_otherwise_than_the_policy():
+    rows = batch(values=torch.full((4, 3), 0.5))
+    recipe = PPO(whiten=False, lam=0.0, lam_critic=1.0)
+    ready, _ = recipe.prepare(rows, SCORES, IDS, 0.0)
+    assert ready["advantages"].tolist()[0] == [0, 0, 0.5]  # 0 + 0.5 - 0.5, then 1 - 0.5
+    assert ready["returns"].tolist() == [[0, 1, 1], [0, 3, 0], [0, 5, 5], [0, 0, 0]]
+
+
+def test_the_decay_may_follow_the_length():
+    """With alpha 0.8 a response of two tokens has lam 1 - 1 / 1.6, one of a token 0."""
+    recipe = PPO(whiten=False, length_alpha=0.8)
+    ready, _ = recipe.prepare(batch(), SCORES, IDS, 0.0)
+    lam = 1 - 1 / 1.6
+    assert ready["advantages"][0].tolist() == pytest.approx([0, lam, 1])
+    assert ready["returns"][2].tolist() == pytest.approx([0, 5 * lam, 5])
+
+
 def test_refused_settings():
     with pytest.raises(ConfigError, match="lam"):
         PPO(lam=2.0)
+    with pytest.raises(ConfigError, match="length_alpha"):
+        PPO(length_alpha=0.0)
     with pytest.raises(ConfigError, match="clip_range"):
         PPO(value_loss_options={"clip": 0.1})
     with pytest.raises(ConfigError, match="did you mean 'kind'"):

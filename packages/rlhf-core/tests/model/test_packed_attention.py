@@ -235,6 +235,20 @@ def test_candidates_and_the_top_k_of_a_teacher():
     assert model.lm_head.weight.grad.abs().max() > 0
 
 
+def test_the_probability_of_drawing_the_same_token_twice():
+    model = causal("Qwen2")
+    assert enable_packing(model)
+    batch = replace(make_batch(), temperature=2.0)
+    logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+    expected = torch.zeros_like(logits[..., 0])
+    expected[:, 1:] = (logits[:, :-1] / 2).softmax(-1).square().sum(-1).log()
+    found = model_outputs(model, batch, ("log_probs", "log_collision")).log_collision
+    assert found is not None
+    assert not found.requires_grad
+    assert torch.allclose(found[batch.response_mask].double(), expected[batch.response_mask].double(), atol=1e-6)
+    assert found[~batch.response_mask].abs().max() == 0
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_kernel_whose_trial_fails_gives_way_to_the_next(monkeypatch):
     import rlhf_core.model.enable_packing as module

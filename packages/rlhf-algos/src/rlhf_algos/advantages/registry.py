@@ -31,6 +31,7 @@ from rlhf_algos.advantages.objectives import (
     max_rl_advantages,
     pass_at_k_advantages,
 )
+from rlhf_algos.advantages.token_baseline import OptimalTokenAdvantagesConfig, optimal_token_advantages
 from rlhf_algos.own_function import load_own_function, own_config
 
 ADVANTAGES: Mapping[str, tuple[AdvantageFunction, type[AdvantageConfig]]] = {
@@ -44,6 +45,7 @@ ADVANTAGES: Mapping[str, tuple[AdvantageFunction, type[AdvantageConfig]]] = {
     "pass_at_k": (pass_at_k_advantages, PassAtKAdvantagesConfig),
     "best_of_group": (best_of_group_advantages, BestOfGroupAdvantagesConfig),
     "gdpo": (gdpo_advantages, GDPOAdvantagesConfig),
+    "optimal_token": (optimal_token_advantages, OptimalTokenAdvantagesConfig),
     "gigpo": (gigpo_advantages, GiGPOAdvantagesConfig),
 }
 """Name to function and config."""

@@ -35,12 +35,12 @@ def gae(
     response_mask: Bool[Tensor, "rows length"],
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Float[Tensor, " rows"] = 0.95,
 ) -> tuple[Float[Tensor, "rows length"], Float[Tensor, "rows length"]]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns, zero where masked.
 
     A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t, where `next` is the next *sampled* token
-    and V after the last one is 0. returns = advantages + values.
+    and V after the last one is 0. returns = advantages + values. `lam` may differ from row to row.
 
     >>> mask = torch.tensor([[False, True, False, True]])
     >>> gae(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 4), mask, lam=0.5)[0]
@@ -56,6 +56,18 @@ def gae(
         next_value = torch.where(sampled, values[:, position], next_value)
         advantages[:, position] = torch.where(sampled, advantage, 0.0)
     return advantages, (advantages + values).masked_fill(~response_mask, 0)
+
+
+def length_adaptive_lam(response_mask: Bool[Tensor, "rows length"], alpha: float = 0.05) -> Float[Tensor, " rows"]:
+    """lam = 1 - 1 / (alpha length) for each response, at least 0 (VAPO, Yue et al. 2025, 2504.05118).
+
+    The sum of the weights lam^i that GAE gives to the following tokens is then alpha times the length of the
+    response, so that a reward reaches as large a share of a long one as of a short one.
+
+    >>> length_adaptive_lam(torch.ones(1, 200, dtype=torch.bool), 0.05)
+    tensor([0.9000])
+    """
+    return 1 - 1 / (alpha * response_mask.sum(dim=1)).clamp(min=1)
 
 
 def discounted_returns(

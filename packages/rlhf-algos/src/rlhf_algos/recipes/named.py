@@ -17,6 +17,10 @@ _SEQUENCE_MEAN = {"aggregation": "seq_mean_token_mean"}
 
 NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = {
     "ppo": (PPO, {}),
+    "vapo": (
+        PPO,
+        {"loss_options": {"clip_range": 0.2, "clip_range_high": 0.28}, "lam_critic": 1.0, "length_alpha": 0.05},
+    ),
     "grpo": (GRPO, {"loss_options": _SEQUENCE_MEAN, "kl_coef": 0.001}),
     "dr_grpo": (
         GRPO,
@@ -68,6 +72,7 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
     "max_rl": (GRPO, {"advantage": "max_rl"}),
     "pass_at_k": (GRPO, {"advantage": "pass_at_k"}),
     "gdpo": (GRPO, {"advantage": "gdpo"}),
+    "optimal_token": (GRPO, {"advantage": "optimal_token"}),
     "gigpo": (GRPO, {"advantage": "gigpo"}),
     "remax": (GRPO, {"advantage": "remax"}),
     "opo": (GRPO, {"advantage": "opo"}),

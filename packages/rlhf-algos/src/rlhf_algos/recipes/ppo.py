@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, config_from, mean_of
 from torch import Tensor
 
-from rlhf_algos.advantages.returns import WhitenConfig, gae, whiten
+from rlhf_algos.advantages.returns import WhitenConfig, gae, length_adaptive_lam, whiten
 from rlhf_algos.advantages.reward_shaping import placed_rewards, shape_scores
 from rlhf_algos.kl import KLEstimator
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
@@ -27,6 +27,12 @@ class PPO(PolicyRecipe):
     """Discount per sampled token."""
     lam: float = 0.95
     """Decay of GAE per sampled token."""
+    lam_critic: float | None = None
+    """Decay of GAE for the critic's returns; None means lam. 1 trains it on what was earned (VC-PPO, VAPO:
+    decoupled GAE), which with some steps of the critic alone at the start is their value pretraining."""
+    length_alpha: float | None = None
+    """The decay for the policy follows the length of the response in place of lam (see `length_adaptive_lam`);
+    VAPO: 0.05. None switches it off."""
     whiten: bool = True
     """Normalise the advantages over the whole batch."""
     whiten_options: Mapping[str, Any] = field(default_factory=dict)
@@ -38,9 +44,11 @@ class PPO(PolicyRecipe):
 
     def __post_init__(self) -> None:
         PolicyRecipe.__post_init__(self)
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
+        for name in ("gamma", "lam", "lam_critic"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"PPO: {name} must be in [0, 1], got {getattr(self, name)}")
+        if self.length_alpha is not None and self.length_alpha <= 0:
+            raise ConfigError(f"PPO: length_alpha must be positive, got {self.length_alpha}; 0.05 is VAPO's")
         config_from(WhitenConfig, self.whiten_options, what="whiten_options")
         self.value_loss()
 
@@ -82,7 +90,10 @@ class PPO(PolicyRecipe):
         whitening = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, WhitenConfig(kind="keep_mean", unbiased=whitening.unbiased))
-        advantages, returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=self.lam)
+        lam = self.lam if self.length_alpha is None else length_adaptive_lam(mask, self.length_alpha)
+        advantages, returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=lam)
+        if self.lam_critic is not None:
+            returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=self.lam_critic)[1]
         metrics["advantage_before_whitening"] = mean_of(advantages, mask)
         if self.whiten:
             advantages = whiten(advantages, mask, whitening)

@@ -51,6 +51,7 @@ def sample_batch(*, rows_per_unit: int = 1, seed: int = 3) -> tuple[Batch, dict[
         "reward_shift": torch.full((rows,), 0.1, dtype=torch.float64),
     }
     columns["old_entropy"] = normal(*shape).abs()
+    columns["old_log_collision"] = -normal(*shape).abs()
     groups = torch.tensor([0, 0, 1, 1, 2, 0, 1, 2])
     counted = response.sum(1).double()
     columns["prompt_tokens"] = torch.stack([counted[groups == group].sum() for group in groups])

@@ -30,6 +30,9 @@ class ModelOutputs:
     """log p(token_ids[t] | token_ids[<t]) at the batch's temperature."""
     entropy: Float[Tensor, "rows length"] | None = None
     """Entropy of the distribution that token t was drawn from, in nats."""
+    log_collision: Float[Tensor, "rows length"] | None = None
+    """log sum_v p(v)^2 over the distribution p that token t was drawn from: the log-probability that two tokens
+    drawn there are the same one. No gradient."""
     values: Float[Tensor, "rows length"] | None = None
     """Critic's value of the state *before* token t, V(token_ids[<t])."""
     scores: Float[Tensor, " rows"] | None = None

@@ -25,6 +25,7 @@ from rlhf_core.model.log_probs import (
     CANDIDATE_CHUNK,
     LogitScaling,
     chunked_candidate_log_probs,
+    chunked_log_collision,
     chunked_log_probs,
     chunked_top_k,
 )
@@ -61,6 +62,11 @@ def model_outputs(
             scaling=scaling,
         )
         result |= {"log_probs": _scatter(log_probs, mask), "entropy": _scatter(entropy, mask)}
+    if "log_collision" in fields:
+        collision = chunked_log_collision(
+            hidden.before(mask), language_head(model), temperature=batch.temperature, scaling=logit_scaling(model)
+        )
+        result["log_collision"] = _scatter(collision, mask)
     if "candidate_log_probs" in fields:
         head, scaling = _logits_of(model)
         picked = chunked_candidate_log_probs(

@@ -123,6 +123,27 @@ def chunked_candidate_log_probs(
     return torch.cat(parts) if parts else hidden[:, :1] * candidates  # type: ignore[arg-type]
 
 
+def chunked_log_collision(
+    hidden: Float[Tensor, "tokens hidden"],
+    head: Callable[[Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 256,
+    scaling: LogitScaling | None = None,
+) -> Float[Tensor, " tokens"]:
+    """log sum_v p(v)^2 at each position, p = softmax(scaling(head(hidden)) / temperature); no gradient.
+
+    That is the log-probability that two tokens drawn at the position are the same one.
+    """
+    scaling = scaling or LogitScaling()
+    found = [hidden.new_zeros(0, dtype=torch.float64 if hidden.dtype is torch.float64 else torch.float32)]
+    with torch.no_grad():
+        for part in hidden.split(chunk):
+            logits = scaling.apply(_wide(head(part))) / temperature
+            found.append((2 * logits.log_softmax(dim=-1)).logsumexp(dim=-1))
+    return torch.cat(found)
+
+
 def chunked_top_k(
     hidden: Float[Tensor, "tokens hidden"],
     head: Callable[[Tensor], Tensor],

@@ -255,7 +255,7 @@ class OnlineConfig:
         what = f"algorithm {self.algorithm.name!r} starts its ratios from the sampler's log-probs (old_log_probs)"
         if self.rollout.sampling.meaning.restricted:
             raise ConfigError(
-                f"{what}, but with top_p, top_k, min_p or min_tokens they are those of another distribution than the "
+                f"{what}, but with top_p, top_k, min_p or min_tokens they are of another distribution than the "
                 "trained one; leave these out of rollout.sampling, or write algorithm.old_log_probs: trainer"
             )
         if self.train.routing_replay:
