@@ -1,11 +1,12 @@
 """Requests, sampling settings and configs refuse values that mean nothing."""
 
+import math
+
 import pytest
 from rlhf_core import (
     ConfigError,
     GenerationRequest,
     LogProbMeaning,
-    OptimizerConfig,
     RolloutConfig,
     Sample,
     SamplingConfig,
@@ -24,6 +25,10 @@ from rlhf_core import (
         {"top_k": -1},
         {"min_p": 1.0},
         {"min_p": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": math.nan},
+        {"max_tokens": 1.5},
     ],
     ids=str,
 )
@@ -67,8 +72,23 @@ def test_rollout_config(field):
         RolloutConfig(model="m", **{field: 0})
 
 
-def test_optimizer_config():
-    with pytest.raises(ConfigError, match="learning_rate"):
-        OptimizerConfig(learning_rate=-1.0)
-    with pytest.raises(ConfigError, match="total_steps > warmup_steps"):
-        OptimizerConfig(schedule="cosine", warmup_steps=10, total_steps=10)
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"dtype": "half"}, "dtype must be one of float32, bfloat16, float16, got 'half'"),
+        ({"adapter_rank": -1}, "adapter_rank must be at least 0, got -1"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"max_model_len": 2.5}, "max_model_len must be a whole number, got 2.5"),
+        ({"trust_remote_code": "no"}, "trust_remote_code must be true or false"),
+    ],
+    ids=str,
+)
+def test_an_impossible_rollout_is_refused(fields, complaint):
+    with pytest.raises(ConfigError, match=f"^rollout: {complaint}"):
+        RolloutConfig(model="m", **fields)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": math.nan}, {"top_p": 0.0}], ids=str)
+def test_a_log_prob_needs_a_distribution_that_exists(fields):
+    with pytest.raises(ConfigError, match=f"^log-probs: {next(iter(fields))} must be"):
+        LogProbMeaning(**fields)

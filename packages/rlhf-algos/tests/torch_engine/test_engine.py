@@ -10,6 +10,7 @@ import torch
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core import (
     Batch,
+    CheckpointError,
     ConfigError,
     EngineConfig,
     LoraConfig,
@@ -215,13 +216,21 @@ def test_dropout_resumes_and_engines_do_not_share_random_numbers(config, tmp_pat
 
 
 def test_loading_nothing_or_another_model_is_a_clear_error(config, tmp_path):
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
         TorchEngine(config).load(tmp_path)
     other = save_tiny_model(tmp_path / "other", hidden_size=16)
     (tmp_path / "ck").mkdir()
     TorchEngine(replace(config, model=other)).save(tmp_path / "ck")
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         TorchEngine(config).load(tmp_path / "ck")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "engine.pt"])
+def test_a_damaged_checkpoint_names_its_file(config, tmp_path, name):
+    TorchEngine(config).save(tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=f"{name}' is damaged"):
+        TorchEngine(config).load(tmp_path)
 
 
 def test_export_is_a_transformers_directory(config, tmp_path):

@@ -26,12 +26,14 @@ from rlhf_core.adapters.quantized import (
     settle_quantized,
 )
 from rlhf_core.checks import check_choice, check_number, check_switch, check_whole
+from rlhf_core.damage import damage_error, find_damage, naming_damage
 from rlhf_core.data.batch import Batch, collate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import (
     CapabilityError,
+    CheckpointError,
     ConfigError,
     DataError,
     DeadlineExceeded,
@@ -137,6 +139,7 @@ __all__ = [
     "Batch",
     "Bucket",
     "CapabilityError",
+    "CheckpointError",
     "ConfigError",
     "DType",
     "DataError",
@@ -233,12 +236,14 @@ __all__ = [
     "config_from",
     "copy_into",
     "cut_batch",
+    "damage_error",
     "deal",
     "dequantized",
     "did_you_mean",
     "entropy_from_logits",
     "env_vars_of",
     "find_adapter",
+    "find_damage",
     "is_packing",
     "is_quantized",
     "join_link",
@@ -255,6 +260,7 @@ __all__ = [
     "merged_weight",
     "model_outputs",
     "name_without_adapters",
+    "naming_damage",
     "nearest",
     "open_sender",
     "outline",

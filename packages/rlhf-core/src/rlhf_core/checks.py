@@ -32,15 +32,15 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ConfigError(f"{setting} must be a finite number, got {value!r}")
     number = float(value)
-    bounds = {
-        "at least": (at_least, lambda bound: number >= bound),
-        "above": (above, lambda bound: number > bound),
-        "at most": (at_most, lambda bound: number <= bound),
-        "below": (below, lambda bound: number < bound),
-    }
-    given = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
-    if not all(holds(bound) for bound, holds in given.values()):
-        allowed = " and ".join(f"{words} {bound:g}" for words, (bound, _) in given.items())
+    inside = (
+        (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (at_most is None or number <= at_most)
+        and (below is None or number < below)
+    )
+    if not inside:
+        bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+        allowed = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
         raise ConfigError(f"{setting} must be {allowed}, got {value!r}")
 
 

@@ -4,6 +4,7 @@ RLHFError
 ├── UserError                    the input is at fault; commands print the message without a traceback
 │   ├── ConfigError              a configuration key or value
 │   ├── DataError                a file or a row of data
+│   ├── CheckpointError          a checkpoint or a model's file that is damaged, or belongs to something else
 │   ├── PluginError              a named backend, engine or function that cannot be found or used
 │   ├── CapabilityError          a backend is asked for something it says it cannot do
 │   └── ResourceError            the machine or the cluster is too small for the request
@@ -32,6 +33,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A data file, column or row is wrong."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or a model's file is missing, damaged, or of another model or engine."""
 
 
 class PluginError(UserError):

@@ -315,7 +315,7 @@ class DeepSpeedEngine:
         """See TrainEngine. The number of ranks may differ from that of the run that saved it.
 
         Raises:
-            ConfigError: nothing is there, or it was written at another stage.
+            CheckpointError: nothing is there, a file is damaged, or it was written at another stage.
         """
         state = self._state()
         load_checkpoint(self._trained(), path, state, ranks=self.ranks, stage=self.zero.stage)

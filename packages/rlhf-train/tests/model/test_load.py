@@ -1,6 +1,6 @@
 import pytest
 import torch
-from rlhf_core import ConfigError, EngineConfig, OptimizerConfig
+from rlhf_core import CheckpointError, ConfigError, EngineConfig, OptimizerConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_train.model.load import load_model
 
@@ -49,4 +49,12 @@ def test_a_checkpoint_with_a_gap_is_refused(tmp_path):
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 weights.*model\.norm\.weight"):
+        load_model(EngineConfig(model=str(tmp_path)), None)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    save_tiny_model(tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors' is damaged"):
         load_model(EngineConfig(model=str(tmp_path)), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError
+from rlhf_core import CheckpointError, naming_damage
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -30,18 +30,20 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Inverse of `save_weights`.
 
     Raises:
-        ConfigError: the file is missing or belongs to another model.
+        CheckpointError: the file is missing, damaged, or of another model.
     """
     if not (path / WEIGHTS).exists():
-        raise ConfigError(f"no checkpoint in {str(path)!r}: {WEIGHTS} is missing")
-    saved, own = load_file(path / WEIGHTS), _tensors(model)
+        raise CheckpointError(f"no checkpoint in {str(path)!r}: {WEIGHTS} is missing")
+    with naming_damage(f"the checkpoint in {str(path)!r}", path / WEIGHTS):
+        saved = load_file(path / WEIGHTS)
+    own = _tensors(model)
     different = sorted(
         name
         for name in saved.keys() | own.keys()
         if name not in saved or name not in own or saved[name].shape != own[name].shape
     )
     if different:
-        raise ConfigError(
+        raise CheckpointError(
             f"the checkpoint in {str(path)!r} is of another model: {len(different)} weights differ in name or "
             f"shape, among them {', '.join(different[:3])}"
         )
@@ -59,9 +61,10 @@ def load_state(path: Path, *, rank: int = 0) -> dict[str, Any]:
     """Inverse of `save_state`. Nothing but tensors and plain values is ever unpickled.
 
     Raises:
-        ConfigError: the file is missing, for instance because fewer ranks wrote the checkpoint.
+        CheckpointError: the file is damaged, or missing, for instance because fewer ranks wrote the checkpoint.
     """
     file = path / (STATE if rank == 0 else f"engine-{rank}.pt")
     if not file.exists():
-        raise ConfigError(f"{str(file)!r} is missing; resume with as many processes as wrote the checkpoint")
-    return torch.load(file, map_location="cpu", weights_only=True)
+        raise CheckpointError(f"{str(file)!r} is missing; resume with as many processes as wrote the checkpoint")
+    with naming_damage(f"the checkpoint in {str(path)!r}", file):
+        return torch.load(file, map_location="cpu", weights_only=True)

@@ -61,6 +61,7 @@ def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
 
     Raises:
         ConfigError: there is no such model, or its files do not fit the role.
+        CheckpointError: a file of the model is damaged.
     """
     model, fresh = load_role(config, extra="rlhf-algos[qlora]", arguments=options.model_arguments)
     if config.role == "critic":

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.checks import check_choice, check_number, check_whole
 from rlhf_core.errors import ConfigError
 
 FourBit = Literal["nf4", "fp4"]
@@ -38,18 +39,13 @@ class LoraConfig:
     such a policy starts from."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora: rank must be at least 1, got {self.rank}")
-        if self.alpha <= 0:
-            raise ConfigError(f"lora: alpha must be positive, got {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora: dropout must lie in [0, 1), got {self.dropout}")
+        check_whole("lora: rank", self.rank, at_least=1)
+        check_number("lora: alpha", self.alpha, above=0)
+        check_number("lora: dropout", self.dropout, at_least=0, below=1)
         if not self.target_modules:
             raise ConfigError("lora: target_modules is empty; write names of linear layers, or all-linear")
-        if self.quantize is not None and self.quantize not in get_args(FourBit):
-            raise ConfigError(
-                f"lora: quantize must be one of {', '.join(get_args(FourBit))} or left out, got {self.quantize!r}"
-            )
+        if self.quantize is not None:
+            check_choice("lora: quantize", self.quantize, get_args(FourBit))
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int, extra: str) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_core.checks import check_number, check_whole
 from rlhf_core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """Settings of one generation request.
+    """How the tokens of a generation request are drawn.
 
     >>> SamplingConfig(max_tokens=16, temperature=0.7).meaning
     LogProbMeaning(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0)
+
+    Raises:
+        ConfigError: a value is not finite, or out of its range.
     """
 
     max_tokens: int
@@ -33,20 +37,16 @@ class SamplingConfig:
     """Strings that end a sample; needs a backend with the `stop_strings` capability."""
 
     def __post_init__(self) -> None:
-        checks = [
-            (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
-            (
-                0 <= self.min_tokens <= self.max_tokens,
-                f"min_tokens must lie in [0, max_tokens={self.max_tokens}], got {self.min_tokens}",
-            ),
-            (self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}"),
-            (0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}"),
-            (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
-            (0 <= self.min_p < 1, f"min_p must lie in [0, 1), got {self.min_p}"),
-        ]
-        for ok, message in checks:
-            if not ok:
-                raise ConfigError(f"sampling: {message}")
+        check_whole("sampling: max_tokens", self.max_tokens, at_least=1)
+        check_whole("sampling: min_tokens", self.min_tokens, at_least=0)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"sampling: min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        check_number("sampling: temperature", self.temperature, at_least=0)
+        check_number("sampling: top_p", self.top_p, above=0, at_most=1)
+        check_whole("sampling: top_k", self.top_k, at_least=0)
+        check_number("sampling: min_p", self.min_p, at_least=0, below=1)
 
     @property
     def meaning(self) -> LogProbMeaning:
@@ -79,6 +79,13 @@ class LogProbMeaning:
     min_p: float = 0.0
     min_tokens: int = 0
     """Tokens at the start of each sampled turn that were drawn with end-of-text and stop tokens forbidden."""
+
+    def __post_init__(self) -> None:
+        check_number("log-probs: temperature", self.temperature, above=0)
+        check_number("log-probs: top_p", self.top_p, above=0, at_most=1)
+        check_whole("log-probs: top_k", self.top_k, at_least=0)
+        check_number("log-probs: min_p", self.min_p, at_least=0, below=1)
+        check_whole("log-probs: min_tokens", self.min_tokens, at_least=0)
 
     @property
     def truncated(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+from rlhf_core.checks import check_choice, check_switch, check_whole
 from rlhf_core.data.generation import GenerationRequest, GenerationResult
-from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import DType
 from rlhf_core.weight_sync.manifest import WeightManifest
 from rlhf_core.weight_sync.transports.transport import Link
@@ -40,13 +40,15 @@ class RolloutConfig:
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that only this backend knows."""
 
     def __post_init__(self) -> None:
+        check_choice("rollout: dtype", self.dtype, get_args(DType))
         for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout: {name} must be at least 1, got {getattr(self, name)}")
-        if self.adapter_rank < 0:
-            raise ConfigError(f"rollout: adapter_rank must be at least 0, got {self.adapter_rank}")
+            check_whole(f"rollout: {name}", getattr(self, name), at_least=1)
+        for name in ("adapter_rank", "seed"):
+            check_whole(f"rollout: {name}", getattr(self, name), at_least=0)
+        check_switch("rollout: trust_remote_code", self.trust_remote_code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
+from rlhf_core.damage import naming_damage
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import EngineConfig
 
@@ -55,6 +56,7 @@ def load_role(
     Raises:
         ConfigError: there is no such model, it lacks weights, or a frozen reward model or critic has no trained
             head.
+        CheckpointError: a file of the model is damaged.
     """
     import transformers
 
@@ -72,6 +74,7 @@ def load_role(
     kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     try:
         with (
+            naming_damage(f"model {config.model!r}", config.model),
             torch.random.fork_rng(devices=[]),
             creation or contextlib.nullcontext(),
             _quiet_report(),

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_core.checks import check_number, check_whole
+
 DEFAULT_BUCKET_BYTES = 64 << 20
 INDEX_BYTES = 4
 """Sparse entries are numbered by int32."""
@@ -51,7 +53,10 @@ class TensorSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's own object."""
-        return getattr(torch, self.dtype)
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"weight {self.name!r} has the dtype {self.dtype!r}, which torch does not know")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +101,8 @@ class AdapterScale:
     alpha: float
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"an adapter's rank must be at least 1, got {self.rank}")
+        check_whole("adapter: rank", self.rank, at_least=1)
+        check_number("adapter: alpha", self.alpha, above=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +132,7 @@ class WeightManifest:
     model was loaded with."""
 
     def __post_init__(self) -> None:
+        check_whole("weight manifest: bucket_bytes", self.bucket_bytes, at_least=1)
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError, RLHFError
+from rlhf_core import CheckpointError, RLHFError, damage_error, find_damage
 from torch import Tensor
 
 from rlhf_train.checkpoint.background import PendingFiles, SaveThread
@@ -122,18 +122,18 @@ def load_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
     of ranks that did not exist stay as they are, so dropout then differs from the run that was saved.
 
     Raises:
-        ConfigError: nothing is there, or it was written at another stage or for another kind of role.
+        CheckpointError: nothing is there, a file is missing or damaged (all ranks raise the same), or it was
+            written at another stage or for another kind of role.
     """
     path = Path(path)
-    if not (path / STATE).exists():
-        raise ConfigError(f"no engine checkpoint in {str(path)!r}: {STATE} is missing")
-    written = _Written(**json.loads((path / STATE).read_text()))
+    written = _read_state(path)
     here = replace(written, stage=stage, trained=engine is not None)
     if written != here:
-        raise ConfigError(
+        raise CheckpointError(
             f"the checkpoint in {str(path)!r} is of {_describe(written)}, this engine is of {_describe(here)}; "
             "resume with the same settings, or start from an export"
         )
+    _check_files(path, written, state, ranks)
     if engine is not None:
         release_gathered(engine.optimizer)
     if engine is not None and stage > 0 and written.world_size != ranks.size:
@@ -141,7 +141,7 @@ def load_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
     elif engine is not None:
         found, _ = engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
         if found is None:
-            raise ConfigError(f"the checkpoint in {str(path)!r} has no complete set of shards in {TAG!r}")
+            raise CheckpointError(f"the checkpoint in {str(path)!r} has no complete set of shards in {TAG!r}")
     if ranks.info.rank < written.world_size:
         state.random = _read(_random_file(path, ranks.info.rank))
     if state.average is not None:
@@ -150,9 +150,31 @@ def load_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
     ranks.barrier()
 
 
+def _read_state(path: Path) -> _Written:
+    if not (path / STATE).exists():
+        raise CheckpointError(f"no engine checkpoint in {str(path)!r}: {STATE} is missing")
+    try:
+        return _Written(**json.loads((path / STATE).read_text()))
+    except (ValueError, TypeError) as error:
+        raise damage_error(f"the checkpoint in {str(path)!r}", path / STATE, f"is damaged ({error})") from error
+
+
+def _check_files(path: Path, written: _Written, state: EngineState, ranks: TrainingRanks) -> None:
+    """Look at all files before anything is loaded, a share on each rank: one that failed alone would leave the
+    others waiting for it in a collective.
+    """
+    files = [_random_file(path, rank) for rank in range(written.world_size)]
+    if state.average is not None and _average_file(path, 0).exists():
+        files += [_average_file(path, rank) for rank in range(written.world_size)]
+    files += sorted((path / TAG).glob("*.pt"))
+    found = ranks.gather(find_damage(files[ranks.info.rank :: ranks.size]))
+    if damage := [one for one in found if one is not None]:
+        raise damage_error(f"the checkpoint in {str(path)!r}", *damage[0])  # type: ignore[misc]
+
+
 def _load_average(average: AverageWeights, path: Path, world_size: int) -> None:
     if not _average_file(path, 0).exists():
-        raise ConfigError(
+        raise CheckpointError(
             f"the checkpoint in {str(path)!r} has no average of the weights; resume without average_decay, or from "
             "a checkpoint of a run that had it"
         )

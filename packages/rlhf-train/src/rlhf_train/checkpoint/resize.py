@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlhf_core import ConfigError
+from rlhf_core import CheckpointError
 from torch import Tensor
 
 from rlhf_train.parallel.ranks import TrainingRanks
@@ -25,10 +25,10 @@ def load_resized(engine: Any, path: Path, tag: str, *, ranks: TrainingRanks) -> 
     exactly.
 
     Raises:
-        ConfigError: the optimizer is Muon, or the conversion failed.
+        CheckpointError: the optimizer is Muon, or the conversion failed.
     """
     if "Muon" in type(engine.basic_optimizer).__name__:
-        raise ConfigError(
+        raise CheckpointError(
             f"the checkpoint in {str(path)!r} was written by another number of ranks, and Muon's momentum cannot "
             "be dealt anew; resume with as many ranks, or start from an export"
         )
@@ -42,7 +42,7 @@ def load_resized(engine: Any, path: Path, tag: str, *, ranks: TrainingRanks) -> 
     finally:
         config.load_universal_checkpoint = before
     if found is None:
-        raise ConfigError(f"the universal checkpoint in {str(path / UNIVERSAL)!r} is not complete; delete it")
+        raise CheckpointError(f"the universal checkpoint in {str(path / UNIVERSAL)!r} is not complete; delete it")
     for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(own)
     for state in engine.basic_optimizer.state.values():
@@ -61,7 +61,7 @@ def convert(path: Path, tag: str, *, ranks: TrainingRanks) -> None:
             failure = f"{type(error).__name__}: {error}"
     (failure, *_) = ranks.gather(failure)
     if failure:
-        raise ConfigError(
+        raise CheckpointError(
             f"the checkpoint in {str(path)!r} cannot be converted for another number of ranks: {failure}"
         )
 

@@ -22,6 +22,7 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
 
     Raises:
         ConfigError: there is no such model, or a frozen reward model has no trained head.
+        CheckpointError: a file of the model is damaged.
     """
     creation = _sharded_creation(None if config.quantize else zero_config)
     model, fresh = load_role(config, extra="rlhf-train[qlora]", creation=creation)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError
+from rlhf_core import CheckpointError
 from torch import Tensor, nn
 
 from rlhf_train.parallel.ranks import TrainingRanks
@@ -56,11 +56,11 @@ class AverageWeights:
         """Take up the shards that `len(states)` ranks saved, whatever their number was.
 
         Raises:
-            ConfigError: they belong to other parameters.
+            CheckpointError: they belong to other parameters.
         """
         if set(states[0]) != set(self._shards):
             different = sorted(set(states[0]) ^ set(self._shards))[:3]
-            raise ConfigError(
+            raise CheckpointError(
                 "the saved average is of other parameters (among the differences: "
                 f"{', '.join(different)}); resume with the same model and freeze patterns"
             )

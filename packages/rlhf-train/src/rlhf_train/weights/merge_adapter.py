@@ -19,7 +19,9 @@ from rlhf_core import (
     DType,
     FourBit,
     adapted_layers,
+    check_choice,
     find_adapter,
+    naming_damage,
     quantized_loading,
     restore_linear_layers,
     settle_quantized,
@@ -43,12 +45,10 @@ class MergeConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in get_args(DType):
-            raise ConfigError(f"merge: dtype must be one of {', '.join(get_args(DType))}, got {self.dtype!r}")
-        if self.quantize is not None and self.quantize not in get_args(FourBit):
-            raise ConfigError(
-                f"merge: quantize must be one of {', '.join(get_args(FourBit))}, got {self.quantize!r}"
-            )
+        if self.dtype is not None:
+            check_choice("merge: dtype", self.dtype, get_args(DType))
+        if self.quantize is not None:
+            check_choice("merge: quantize", self.quantize, get_args(FourBit))
 
 
 def merge_adapter(config: MergeConfig) -> int:
@@ -59,10 +59,12 @@ def merge_adapter(config: MergeConfig) -> int:
 
     Raises:
         ConfigError: no adapter, no such base, another kind of adapter, or an output that exists.
+        CheckpointError: a file of the adapter or of its base is damaged.
     """
     folder = find_adapter(config.adapter)
-    described = _read_description(folder)
-    trained_on = AdapterBase.read(folder)
+    with naming_damage(f"the adapter in {str(folder)!r}", folder):
+        described = _read_description(folder)
+        trained_on = AdapterBase.read(folder)
     base = config.base or described.get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"the adapter in {str(folder)!r} does not name its model; give it with --base")
@@ -107,7 +109,8 @@ def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quanti
         if quantize is not None:
             cpu = torch.device("cpu")
             arguments |= quantized_loading(quantize, dtype=dtype, device=cpu, extra="rlhf-train[qlora]")
-        model = kind.from_pretrained(base, dtype=dtype, trust_remote_code=config.trust_remote_code, **arguments)
+        with naming_damage(f"the base model {base!r}", base):
+            model = kind.from_pretrained(base, dtype=dtype, trust_remote_code=config.trust_remote_code, **arguments)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the base model {base!r} cannot be loaded: {error}") from error
     if quantize is not None:
@@ -122,7 +125,8 @@ def _merge(model: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
     except ImportError:
         raise ConfigError("merging adapters needs peft; install rlhf-train[lora]") from None
     try:
-        adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
+        with naming_damage(f"the adapter in {str(folder)!r}", folder):
+            adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the adapter in {str(folder)!r} does not fit {type(model).__name__}: {error}") from error
     layers = adapted_layers(adapted)

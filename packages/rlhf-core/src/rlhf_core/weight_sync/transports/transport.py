@@ -26,6 +26,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rlhf_core.checks import check_number, check_whole
 from rlhf_core.errors import ConfigError
 from rlhf_core.plugins import load_object, load_plugin, plugin_names
 from rlhf_core.weight_sync.manifest import Bucket
@@ -164,8 +165,10 @@ def open_sender(
         timeout_s: deadline of every wait.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: there is no such kind, no receiver, or no positive deadline.
     """
+    check_whole("weight link: receivers", receivers, at_least=1)
+    check_number("weight link: timeout_s", timeout_s, above=0)
     return _transport(kind).open(
         kind, receivers=receivers, host=host, device=torch.device(device), timeout_s=timeout_s
     )
