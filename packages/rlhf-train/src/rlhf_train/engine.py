@@ -50,7 +50,6 @@ from rlhf_train.model.optimizers import set_learning_rate
 from rlhf_train.model.role_model import release_engine
 from rlhf_train.offload import move_engine
 from rlhf_train.parallel.ranks import TrainingRanks, join_training_ranks
-from rlhf_train.parallel.sequence import own_rows
 from rlhf_train.reward_scale import RewardScale, measured_scale
 from rlhf_train.step import StepReports, drop_gradients, update_weights
 from rlhf_train.weights.average import AverageWeights
@@ -170,7 +169,7 @@ class DeepSpeedEngine:
             )
         if self._sequence is None:
             return scored
-        return own_rows(scored, own, width=batch.token_ids.shape[1])
+        return scored.of_rows(own, width=batch.token_ids.shape[1])
 
     def measure_reward_scale(self, batch: Batch) -> RewardScale:
         """Take mean and deviation of the scores of these rows (of all ranks) out of all later ones.

@@ -170,6 +170,46 @@ def collate(
     )
 
 
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """The rows of all batches in one, padded to the longest; they must have the same columns.
+
+    >>> short = Batch(token_ids=torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 2).bool(),
+    ...               response_mask=torch.tensor([[0, 1]]).bool())
+    >>> long = Batch(token_ids=torch.tensor([[5, 7, 8]]), attention_mask=torch.ones(1, 3).bool(),
+    ...              response_mask=torch.tensor([[0, 1, 1]]).bool())
+    >>> concatenate([short, long]).token_ids.tolist(), concatenate([short, long]).lengths.tolist()
+    ([[5, 6, 0], [5, 7, 8]], [2, 3])
+
+    Raises:
+        ValueError: there is no batch, or they differ in columns, temperature or rows per unit.
+    """
+    if not batches:
+        raise ValueError("there is no batch to concatenate")
+    first = batches[0]
+    kinds = {(tuple(sorted(batch.columns)), batch.temperature, batch.rows_per_unit) for batch in batches}
+    if len(kinds) > 1:
+        raise ValueError(f"batches differ in columns, temperature or rows per unit: {sorted(kinds)}")
+    width = max(batch.token_ids.shape[1] for batch in batches)
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        if tensors[0].dim() == 1:
+            return torch.cat(tensors)
+        wide = tensors[0].new_zeros(sum(map(len, tensors)), width, *tensors[0].shape[2:])
+        for part, tensor in zip(wide.split([len(tensor) for tensor in tensors]), tensors, strict=True):
+            part[:, : tensor.shape[1]] = tensor
+        return wide
+
+    names = [batch.sample_ids for batch in batches]
+    return replace(
+        first,
+        token_ids=joined([batch.token_ids for batch in batches]),
+        attention_mask=joined([batch.attention_mask for batch in batches]),
+        response_mask=joined([batch.response_mask for batch in batches]),
+        columns={name: joined([batch[name] for batch in batches]) for name in first.columns},
+        sample_ids=tuple(name for part in names for name in part) if all(names) else (),
+    )
+
+
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:

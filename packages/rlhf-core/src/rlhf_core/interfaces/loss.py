@@ -8,7 +8,7 @@ depend on micro-batch size, packing, padding, accumulation steps or the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -44,6 +44,17 @@ class ModelOutputs:
     routed_experts: Int[Tensor, "rows length choices"] | None = None
     """Experts each token went through, those of the first layer first; -1 in the padding. As the batch's column of
     this name they are chosen again (see `rlhf_core.model.expert_routing`)."""
+
+    def of_rows(self, rows: slice, *, width: int) -> ModelOutputs:
+        """The outputs of these rows alone, those per token cut to `width` tokens; what is of no row stays."""
+        found: dict[str, Tensor] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and value.dim():
+                value = value[rows, :width] if value.dim() > 1 else value[rows]
+            if value is not None:
+                found[item.name] = value
+        return ModelOutputs(**found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,15 +109,15 @@ class Loss:
             return float(self(zero_outputs(batch, self.outputs), batch).weight)
 
 
-def zero_outputs(batch: Batch, fields: Sequence[str]) -> ModelOutputs:
+def zero_outputs(batch: Batch, names: Sequence[str]) -> ModelOutputs:
     """Outputs of the right shapes with nothing but zeros."""
     per_token = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
     shapes = {"scores": per_token[:, 0], "aux_loss": per_token.sum()}
-    if "routed_experts" in fields:
+    if "routed_experts" in names:
         shapes["routed_experts"] = per_token.new_zeros(*per_token.shape, 0, dtype=torch.int16)
     if "candidate_ids" in batch:
         shapes["candidate_log_probs"] = torch.zeros_like(batch["candidate_ids"], dtype=per_token.dtype)
-    return ModelOutputs(**{name: shapes.get(name, per_token) for name in fields})
+    return ModelOutputs(**{name: shapes.get(name, per_token) for name in names})
 
 
 def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:

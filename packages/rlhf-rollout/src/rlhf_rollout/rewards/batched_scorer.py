@@ -7,13 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-from rlhf_core import Batch, ModelOutputs
-from torch import Tensor
-from torch.nn.functional import pad
+from rlhf_core import Batch, ModelOutputs, concatenate
 
 
 class Scorer(Protocol):
@@ -63,12 +60,14 @@ class JoinedScorer:
         if not calls:
             return
         try:
-            batch = join([call.batch for call in calls])
+            # Only tokens and masks, which is what a model reads.
+            batch = concatenate([replace(call.batch, columns={}) for call in calls])
             copies = max(0, self._min_rows - batch.rows)
             found = self._scorer.score(batch.select([*range(batch.rows), *[0] * copies]), calls[0].outputs)
             start = 0
             for call in calls:
-                call.future.set_result(_rows(found, start, call.batch))
+                width = call.batch.token_ids.shape[1]
+                call.future.set_result(found.of_rows(slice(start, start + call.batch.rows), width=width))
                 start += call.batch.rows
         except BaseException as error:
             for call in calls:
@@ -95,42 +94,3 @@ class _Call:
     batch: Batch
     outputs: tuple[str, ...]
     future: Future[ModelOutputs]
-
-
-def join(batches: Sequence[Batch]) -> Batch:
-    """The rows of all batches in one, padded to the longest; only tokens and masks, which is what a model reads.
-
-    >>> short = Batch(token_ids=torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 2).bool(),
-    ...               response_mask=torch.tensor([[0, 1]]).bool())
-    >>> long = Batch(token_ids=torch.tensor([[5, 7, 8]]), attention_mask=torch.ones(1, 3).bool(),
-    ...              response_mask=torch.tensor([[0, 1, 1]]).bool())
-    >>> join([short, long]).token_ids.tolist(), join([short, long]).lengths.tolist()
-    ([[5, 6, 0], [5, 7, 8]], [2, 3])
-    """
-    width = max(batch.token_ids.shape[1] for batch in batches)
-
-    def stack(name: str) -> Tensor:
-        parts = [getattr(batch, name) for batch in batches]
-        return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts])
-
-    names = [batch.sample_ids for batch in batches]
-    return replace(
-        batches[0],
-        token_ids=stack("token_ids"),
-        attention_mask=stack("attention_mask"),
-        response_mask=stack("response_mask"),
-        columns={},
-        sample_ids=tuple(name for part in names for name in part) if all(names) else (),
-    )
-
-
-def _rows(outputs: ModelOutputs, start: int, batch: Batch) -> ModelOutputs:
-    """The part of `outputs` that belongs to `batch`, whose rows begin at `start`."""
-    found = {}
-    for name in (field.name for field in fields(outputs)):
-        value = getattr(outputs, name)
-        if isinstance(value, Tensor) and value.dim():
-            value = value[start : start + batch.rows]
-            value = value[:, : batch.token_ids.shape[1]] if value.dim() > 1 else value
-        found[name] = value
-    return ModelOutputs(**found)

@@ -13,11 +13,10 @@ large. The engine's loss weight is summed over all ranks too, hence also s times
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
-from rlhf_core import Batch, ConfigError, Layout, ModelOutputs, Segment, backbone, is_packing
+from rlhf_core import Batch, ConfigError, Layout, Segment, backbone, concatenate, is_packing
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -43,7 +42,7 @@ class SequenceGroup:
         """The rows of all ranks of the group as one batch, and where this rank's own rows are in it."""
         batches: list[Any] = self._ranks.gather(batch.to("cpu"))[self._first : self._first + self.size]
         start = sum(one.rows for one in batches[: self.index])
-        return concatenated(batches), slice(start, start + batch.rows)
+        return concatenate(batches), slice(start, start + batch.rows)
 
     def attach(self, model: Any) -> None:
         """Make the backbone run slices of packed rows.
@@ -142,41 +141,3 @@ class _Gather(torch.autograd.Function):
         received = torch.empty_like(parts)
         torch.distributed.all_to_all_single(received, parts, group=group.group)
         return received.sum(dim=0)[None], None
-
-
-def concatenated(batches: list[Batch]) -> Batch:
-    """Batches of the same columns, one below the other."""
-    width = max(batch.token_ids.shape[1] for batch in batches)
-
-    def joined(tensors: list[Tensor]) -> Tensor:
-        if tensors[0].dim() == 1:
-            return torch.cat(tensors)
-        return torch.cat([_wider(tensor, width) for tensor in tensors])
-
-    first = batches[0]
-    return Batch(
-        token_ids=joined([batch.token_ids for batch in batches]),
-        attention_mask=joined([batch.attention_mask for batch in batches]),
-        response_mask=joined([batch.response_mask for batch in batches]),
-        columns={name: joined([batch[name] for batch in batches]) for name in first.columns},
-        temperature=first.temperature,
-        rows_per_unit=first.rows_per_unit,
-        sample_ids=tuple(name for batch in batches for name in batch.sample_ids),
-    )
-
-
-def _wider(tensor: Tensor, width: int) -> Tensor:
-    empty = tensor.new_zeros(tensor.shape[0], width - tensor.shape[1], *tensor.shape[2:])
-    return torch.cat([tensor, empty], dim=1)
-
-
-def own_rows(outputs: ModelOutputs, rows: slice, *, width: int) -> ModelOutputs:
-    """The outputs of these rows, per-token ones cut to `width` tokens."""
-    found: dict[str, Tensor] = {}
-    for field in fields(ModelOutputs):
-        value = getattr(outputs, field.name)
-        if value is not None:
-            found[field.name] = (
-                value if not value.dim() else value[rows, :width] if value.dim() > 1 else value[rows]
-            )
-    return ModelOutputs(**found)
