@@ -3,6 +3,7 @@ from collections import Counter
 
 import pytest
 import torch
+from rlhf_algos import GRPO
 from rlhf_core import Batch, Loss, ModelOutputs, StepReport
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
@@ -46,7 +47,7 @@ def test_scores_come_back_in_the_order_of_the_rows(echoes):
 
 def test_recorded_experts_go_into_the_update(echoes):
     batch = ragged_batch()
-    experts = Trainer(policy=echoes, recipe=None, kl=None).score(batch)["routed_experts"]
+    experts = Trainer(policy=echoes, recipe=GRPO(), kl=None).score(batch)["routed_experts"]
     assert torch.equal(experts[..., 0].long(), batch.token_ids)
     assert torch.equal(experts[..., 1].long(), -batch.token_ids)
 
