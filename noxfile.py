@@ -55,6 +55,13 @@ def tests(session):
     session.run("pytest", *session.posargs, env=ENVIRONMENT)
 
 
+@nox.session
+def families(session):
+    """Every model type of Transformers against its own logits, some minutes; writes docs/families.md."""
+    script = "packages/rlhf-core/tests/families/write_table.py"
+    session.run("python", script, "docs/families.md", *session.posargs, env=ENVIRONMENT)
+
+
 @nox.session(venv_backend="uv")
 def algos_alone(session):
     """DPO and KTO in an environment that holds only the rlhf-algos wheel and what it needs."""

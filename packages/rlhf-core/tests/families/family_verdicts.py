@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 from rlhf_core import Batch, ConfigError, entropy_from_logits, log_probs_from_logits, model_outputs
-from rlhf_core.model.trial import Trial, try_model
+from rlhf_core.model.trial import Trial, own_forward, try_model
 from torch import Tensor
 
 Outcome = Literal["equal", "declined", "refused", "wrong"]
 
-_TOLERANCE = 1e-3
+TOLERANCE = 1e-3
 """Nats, and share of the largest gradient. Float32 gives 1e-5; what is wrong is off by 1e-2 or more."""
 
 
@@ -78,7 +78,7 @@ def _compared(ours: Any, own: Any, role: str, trial: Trial) -> Verdict:
         _backward(found)
         differences["gradient"] = _gradient_gap(ours, own)
     worst = max(differences, key=lambda name: differences[name])
-    if not differences[worst] <= _TOLERANCE:
+    if not differences[worst] <= TOLERANCE:
         reason = f"{worst} off by {differences[worst]:.2g}"
         return Verdict(outcome="wrong", reason=reason, own_head=trial.own_head, differences=differences)
     return Verdict(outcome="equal", own_head=trial.own_head, differences=differences)
@@ -88,7 +88,7 @@ def _log_probs(own: Any, batch: Batch) -> list[Tensor]:
     """Log-probs and entropies from the full logits of each row alone."""
     found = [torch.zeros(batch.token_ids.shape) for _ in range(2)]
     for row, length in enumerate(batch.lengths.tolist()):
-        logits = own(input_ids=batch.token_ids[row : row + 1, :length]).logits[0]
+        logits = own_forward(own, batch.token_ids[row : row + 1, :length]).logits[0]
         ids = batch.token_ids[row, 1:length]
         for total, values in zip(
             found, (log_probs_from_logits(logits[:-1], ids), entropy_from_logits(logits[:-1])), strict=True
@@ -99,14 +99,14 @@ def _log_probs(own: Any, batch: Batch) -> list[Tensor]:
 
 def _scores(own: Any, batch: Batch) -> list[Tensor]:
     lengths = enumerate(batch.lengths.tolist())
-    return [torch.cat([own(input_ids=batch.token_ids[row : row + 1, :n]).logits[0] for row, n in lengths])]
+    return [torch.cat([own_forward(own, batch.token_ids[row : row + 1, :n]).logits[0] for row, n in lengths])]
 
 
 def _values(own: Any, batch: Batch) -> list[Tensor]:
     """The score of every row cut before each counted token."""
     found = torch.zeros(batch.token_ids.shape)
     for row, place in batch.response_mask.nonzero().tolist():
-        found[row, place] = own(input_ids=batch.token_ids[row : row + 1, :place]).logits[0, 0]
+        found[row, place] = own_forward(own, batch.token_ids[row : row + 1, :place]).logits[0, 0]
     return [found]
 
 

@@ -191,7 +191,7 @@ class _Trial:
         lengths = (rows.lengths - cut).tolist()
         with self._watched_head():
             return [
-                _own_forward(self._model, rows.token_ids[row : row + 1, :length]).logits[0].clone()
+                own_forward(self._model, rows.token_ids[row : row + 1, :length]).logits[0].clone()
                 for row, length in enumerate(lengths)
             ]
 
@@ -267,7 +267,7 @@ class _Trial:
         return gap if given.fine else given
 
 
-def _own_forward(model: Any, ids: Tensor) -> Any:
+def own_forward(model: Any, ids: Tensor) -> Any:
     """The model's own forward pass; a few old models do not take `use_cache`."""
     takes = signature(model.forward).parameters
     cached = "use_cache" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
@@ -307,7 +307,7 @@ def _trial_rows(model: Any) -> Batch:
     text = text_config(model)
     window = getattr(text, "sliding_window", None) or 0
     prompt = 7 if not 0 < window <= _LONGEST_WINDOW else window + 3
-    lengths = [prompt + 6, prompt + 4, prompt + 3]
+    lengths = [prompt + 12, prompt + 4, prompt + 3]
     vocabulary = int(getattr(text, "vocab_size", 0) or model.get_input_embeddings().num_embeddings)
     special = {getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     ordinary = [token for token in range(vocabulary // 16, vocabulary // 2 + 1) if token not in special]
