@@ -237,7 +237,7 @@ def test_candidates_and_the_top_k_of_a_teacher():
 
 def test_the_probability_of_drawing_the_same_token_twice():
     model = causal("Qwen2")
-    assert enable_packing(model)
+    assert packs(model)
     batch = replace(make_batch(), temperature=2.0)
     logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
     expected = torch.zeros_like(logits[..., 0])

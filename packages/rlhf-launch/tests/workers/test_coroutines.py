@@ -9,6 +9,14 @@ import pytest
 from rlhf_launch.workers.coroutines import LoopThread, run_coroutine
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises, also where the tests were started in the background and inherited that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 async def answer(value=42):
     await asyncio.sleep(0)
     return value
@@ -43,7 +51,7 @@ def test_it_may_be_nested():
     assert run_coroutine(outer()) == 2
 
 
-def test_an_interrupt_ends_the_coroutine_too():
+def test_an_interrupt_ends_the_coroutine_too(interruptible):
     ended = threading.Event()
 
     async def endless():

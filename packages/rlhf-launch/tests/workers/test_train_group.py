@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 import torch
-from rlhf_algos import GRPO
+from rlhf_algos import GRPO, ReinforceConfig, reinforce
 from rlhf_core import Batch, Loss, ModelOutputs, StepReport
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
@@ -71,7 +71,7 @@ def test_a_batch_of_fewer_units_than_ranks_is_repeated_a_whole_number_of_times(r
     )
     batch = ragged_batch().select(range(rows))
     batch = dataclasses.replace(batch, rows_per_unit=rows_per_unit, sample_ids=tuple(map(str, range(rows))))
-    group.step(batch, Loss(function=None))
+    group.step(batch, Loss(function=reinforce, config=ReinforceConfig()))
     outputs = group.score(batch)
     group.close()
     given = [ids for rank in ranks for ids in rank.steps]

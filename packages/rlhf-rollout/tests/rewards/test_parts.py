@@ -134,9 +134,9 @@ def test_the_environment(make):
         (lambda: LengthRewardConfig(low=4, high=2), "low <= high"),
         (lambda: ModelRewardConfig(path="m", ranks=0), "ranks must be at least 1"),
         (lambda: StepRewardConfig(path="m", placeholder="<s>", aggregate="sum"), "aggregate 'sum'"),
-        (lambda: EndpointsConfig(urls=("http//host",)), "no address"),
-        (lambda: EndpointsConfig(urls=("http://",)), "no address"),
-        (lambda: EndpointsConfig(urls=("http://host:99999",)), "no address"),
+        (lambda: EndpointsConfig(urls=("http//host",)), "is not an address"),
+        (lambda: EndpointsConfig(urls=("http://",)), "is not an address"),
+        (lambda: EndpointsConfig(urls=("http://host:99999",)), "is not an address"),
     ],
 )
 def test_wrong_settings_are_refused_at_once(wrong, message):
