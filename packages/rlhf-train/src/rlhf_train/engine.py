@@ -132,9 +132,10 @@ class DeepSpeedEngine:
             )
 
         run = self._module if self._deepspeed is None else self._deepspeed
+        self._module.next_trial = trial
         self._module.eval()
         with torch.no_grad():
-            run(trial=trial)
+            run()
         found: Trial = self._module.trial
         if found.notice and self.ranks.info.rank == 0:
             _LOG.warning("%s (%s): %s", self.config.model, self.config.role, found.notice)

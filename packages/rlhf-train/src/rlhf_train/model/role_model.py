@@ -34,6 +34,9 @@ class RoleModel(nn.Module):
         self.model = model
         self.trial = Trial(packing=False)
         """What the trial of the model found; before it, that nothing is known."""
+        self.next_trial: ModelTrial | None = None
+        """Run by a forward pass without a batch. No argument of it: DeepSpeed sends the arguments of the first pass
+        to all tensor-parallel ranks, pickled, to compare them."""
         self._replay, self._sharded = replay, sharded
         head = model.get_output_embeddings()
         self._width = head.in_features if isinstance(head, nn.Linear) else None
@@ -45,16 +48,14 @@ class RoleModel(nn.Module):
             gathered = LinearHead(head)
             model.get_output_embeddings = lambda: gathered
 
-    def forward(
-        self, *, batch: Batch | None = None, fields: Sequence[str] = (), trial: ModelTrial | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, *, batch: Batch | None = None, fields: Sequence[str] = ()) -> dict[str, Tensor]:
         """The `fields` of ModelOutputs for the rows of `batch`. A dict, because ZeRO looks for tensors in it.
 
-        Without a batch, the `trial` of the model.
+        Without a batch, the trial that `next_trial` holds.
         """
         if batch is None:
-            if trial is not None:
-                self.trial = trial(self.model)
+            if self.next_trial is not None:
+                self.trial, self.next_trial = self.next_trial(self.model), None
             return {}
         own = Heads.of(self.model).own_logits
         chunk = _ALL if self._sharded and own else None
