@@ -22,7 +22,8 @@ def train(method: str, rows: list[dict], folder: Path, model: Path) -> None:
     data = folder / f"{method}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = folder / f"{method}.yaml"
-    config.write_text(f"model: {model}\ntrain: [{{path: {data}}}]\noutput: {folder / method}\nbatch_size: 8\n")
+    settings = {"model": str(model), "data": {"train": str(data)}, "output": str(folder / method)}
+    config.write_text(json.dumps(settings | {"train": {"batch_size": 8}}))  # JSON is YAML
     command = [str(Path(sys.executable).with_name("rlhf-algos")), method, str(config)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if finished.returncode:

@@ -20,6 +20,7 @@ def main() -> None:
         raise SystemExit(f"the example backend is not registered; found {names}")
     if find_spec("vllm"):
         raise SystemExit("this environment was meant to be without vLLM")
+    from rlhf_algos import from_mapping
     from rlhf_core.testing.tiny import save_tiny_model
     from rlhf_launch import OnlineConfig, train
 
