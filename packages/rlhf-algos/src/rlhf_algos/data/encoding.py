@@ -295,7 +295,8 @@ def load_tokenizer(
             f"{what}: no tokenizer can be loaded from {model!r}: {_first_line(error)}; give a model with its "
             "tokenizer's files, or say model.tokenizer"
         ) from error
-    if not tokenizer("a word", add_special_tokens=False)["input_ids"]:
+    # A small alphabet need not have letters; a tokenizer without files has tokens for nothing.
+    if not any(tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a word", "1 + 2")):
         raise ConfigError(
             f"{what}: the tokenizer in {model!r} makes no tokens of text, so its files are missing or empty; copy "
             "tokenizer.json and tokenizer_config.json beside the model, or say model.tokenizer"
