@@ -54,3 +54,11 @@ def test_it_asks_for_what_is_there(missing, ranks, tmp_path, monkeypatch):
     training, held_out = make_problems(digits=1, held_out=5, seed=0)
     config = quickstart.write_config(tmp_path, training, held_out, seed=4, overrides=["train.steps=7"])
     assert (config.train.ranks, config.seed, config.train.steps) == (ranks, 4, 7)
+
+
+def test_a_tokenizer_of_digits_is_loaded_like_any_other(tmp_path):
+    from rlhf_algos import load_tokenizer
+
+    make_model(tmp_path, seed=0)
+    character_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path))("12")["input_ids"] == character_tokenizer()("12")["input_ids"]
