@@ -27,7 +27,7 @@ from rlhf_core.adapters.quantized import (
 )
 from rlhf_core.checks import check_choice, check_number, check_switch, check_whole
 from rlhf_core.damage import damage_error, find_damage, naming_damage
-from rlhf_core.data.batch import Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
+from rlhf_core.data.batch import RUN_TOGETHER, Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
@@ -90,7 +90,7 @@ from rlhf_core.plugins import (
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal
 from rlhf_core.training.learning_rate import learning_rate
-from rlhf_core.training.micro_batches import TokenBudget, cut_batch
+from rlhf_core.training.micro_batches import TokenBudget, cut_batch, units_together
 from rlhf_core.training.random_state import RandomState
 from rlhf_core.weight_sync.adapters import AdapterWeights
 from rlhf_core.weight_sync.checkpoint_layout import checkpoint_views
@@ -129,6 +129,7 @@ __all__ = [
     "MODEL_HEADS",
     "PARTIAL_SYNCS",
     "ROLLOUT_BACKENDS",
+    "RUN_TOGETHER",
     "TRAIN_ENGINES",
     "WEIGHT_TRANSPORTS",
     "Accumulated",
@@ -277,6 +278,7 @@ __all__ = [
     "shared_memory_id",
     "top_k_log_probs",
     "try_model",
+    "units_together",
     "write_adapter",
     "zero_linear_head",
 ]

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 import torch
 from rlhf_algos import GRPO, ReinforceConfig, reinforce
-from rlhf_core import Batch, Loss, ModelOutputs, StepReport
+from rlhf_core import Batch, Loss, ModelOutputs, StepReport, cut_batch
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.train_group import TrainGroup
@@ -43,6 +43,33 @@ def test_scores_come_back_in_the_order_of_the_rows(echoes):
     outputs = echoes.score(batch)
     assert torch.equal(outputs.log_probs, batch.token_ids.float() * batch.response_mask)
     assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
+
+
+class SeenRank(EchoRank):
+    """Remembers what ran together."""
+
+    def __init__(self, seen):
+        self._seen = seen
+
+    def score(self, batch, outputs):
+        self._seen += [
+            sorted(batch.select_units(units).token_ids[:, 0].tolist()) for units in cut_batch(batch, 10_000)
+        ]
+        return super().score(batch, outputs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_rows_that_run_together_stay_on_one_rank_and_apart_from_copies(ranks):
+    seen = []
+    handles = [LocalHandle(f"rank-{i}", lambda: SeenRank(seen)) for i in range(ranks)]
+    group = TrainGroup("reward", handles, timeout_s=10)
+    batch = ragged_batch().with_columns(run_together=torch.tensor([3, 0, 3, 0, 3]))
+    outputs = group.score(batch, ("scores",))
+    assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
+    first, second = ([1, 15, 29], [8, 22])
+    copies = -(-ranks // 2)
+    assert sorted(seen) == [first] * copies + [second] * copies
+    group.close()
 
 
 def test_recorded_experts_go_into_the_update(echoes):

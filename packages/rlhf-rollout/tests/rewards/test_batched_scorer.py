@@ -2,11 +2,22 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from rlhf_core import Batch, ModelOutputs
+from rlhf_core import (
+    RUN_TOGETHER,
+    Batch,
+    ModelOutputs,
+    TokenBudget,
+    model_outputs,
+    score_in_micro_batches,
+    try_model,
+)
+from rlhf_core.testing import save_tiny_model
 from rlhf_rollout import JoinedScorer
+from transformers import AutoModelForSequenceClassification
 
 
 def batch(*lengths, wide=0):
@@ -23,9 +34,11 @@ class Lengths:
     def __init__(self):
         self.go = threading.Event()
         self.rows = []
+        self.together = []
 
     def score(self, batch, outputs=("log_probs",)):
         self.rows.append(batch.rows)
+        self.together.append(batch[RUN_TOGETHER].tolist())
         if len(self.rows) == 1:
             assert self.go.wait(30)
         values = torch.arange(batch.token_ids.shape[1]).float().expand(batch.rows, -1)
@@ -60,12 +73,11 @@ def test_more_rows_than_wanted_at_a_time_are_not_joined():
     assert engine.rows == [1, 2, 2]
 
 
-def test_a_batch_smaller_than_the_ranks_is_filled_up():
+def test_the_rows_of_a_call_run_together_and_with_no_others():
     engine = Lengths()
-    engine.go.set()
-    outputs = asyncio.run(JoinedScorer(engine, min_rows=4).score(batch(2, 3), ("scores",)))
-    assert engine.rows == [4]
-    assert outputs.scores.tolist() == [2, 3]
+    calls = [(batch(9), ("scores",)), (batch(3, 5), ("scores",)), (batch(4), ("scores",))]
+    asyncio.run(all_at_once(JoinedScorer(engine), engine, calls))
+    assert engine.together == [[0], [0, 0, 1]]
 
 
 def test_an_error_reaches_every_caller_and_the_next_call_works():
@@ -136,3 +148,44 @@ def test_padding_of_a_caller_does_not_matter(wide):
     engine.go.set()
     outputs = asyncio.run(JoinedScorer(engine).score(batch(2, 3, wide=wide), ("values",)))
     assert outputs.values.shape[0] == 2
+
+
+class RewardModel:
+    """A real one; the first call waits until it is let go."""
+
+    def __init__(self, path):
+        self.model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+        assert try_model(self.model, "reward").packing
+        self.go, self.rows = threading.Event(), []
+
+    def score(self, batch, outputs=("log_probs",)):
+        self.rows.append(batch.rows)
+        if len(self.rows) == 1:
+            assert self.go.wait(30)
+        return score_in_micro_batches(
+            batch,
+            outputs,
+            forward=lambda part, fields: model_outputs(self.model, part, fields),
+            max_tokens=TokenBudget.of(self.model, 64),
+        )
+
+
+def test_scores_are_the_same_bits_however_calls_come_together(tmp_path):
+    """As on a quiet machine, where each call is served at once, and on a busy one, where many wait."""
+    path = save_tiny_model(tmp_path, head="scalar", tied=False, tokenizer=False)
+    random = torch.Generator().manual_seed(0)
+    calls = []
+    for lengths in [(9, 14, 5), (12,), (7, 7, 20, 3), (16, 11)]:
+        one = batch(*lengths)
+        ids = torch.randint(5, 500, one.token_ids.shape, generator=random)
+        calls.append(replace(one, token_ids=ids.masked_fill(~one.attention_mask, 0)))
+    quiet = RewardModel(path)
+    quiet.go.set()
+    joined = JoinedScorer(quiet)
+    alone = [asyncio.run(joined.score(call, ("scores",))).scores for call in calls]
+    for order in [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)]:
+        busy = RewardModel(path)
+        asked = [(calls[place], ("scores",)) for place in order]
+        found = asyncio.run(all_at_once(JoinedScorer(busy), busy, asked))
+        assert len(busy.rows) == 2
+        assert all(torch.equal(one.scores, alone[place]) for place, one in zip(order, found, strict=True))

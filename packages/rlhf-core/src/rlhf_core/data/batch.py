@@ -13,6 +13,14 @@ from torch import Tensor
 from rlhf_core.data.trajectory import Trajectory
 
 
+RUN_TOGETHER = "run_together"
+"""Column [rows] of whole numbers: rows of one number run through a model together, and with no others.
+
+Rounding depends on the sizes of what is multiplied, so a row's last bits depend on the rows beside it. With this
+column a row's numbers are the same bits whatever else is in the batch, in whatever order.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """A right-padded batch. Every per-token array is aligned with `token_ids`; position 0 is never trained.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from rlhf_core.data.batch import Batch
+from rlhf_core.data.batch import RUN_TOGETHER, Batch
 from rlhf_core.model.packed_attention import has_dropout, is_packing
 
 
@@ -71,12 +72,50 @@ class _Row:
 def cut_batch(batch: Batch, budget: int | TokenBudget) -> list[list[int]]:
     """Units of a batch in micro-batches, longest first, rows with the same prompt side by side.
 
+    With the column `RUN_TOGETHER` a micro-batch holds units of one number alone. How these are cut and in which
+    order they run depends on their tokens and on nothing else.
+
     Args:
         batch: the rows.
         budget: a plain number counts padded tokens.
     """
     if isinstance(budget, int):
         budget = TokenBudget(tokens=budget)
+    if RUN_TOGETHER not in batch:
+        return _cut(batch, budget)
+    return [
+        [units[unit] for unit in part]
+        for units in units_together(batch)
+        for part in _cut(batch.select_units(units), budget)
+    ]
+
+
+def units_together(batch: Batch) -> list[list[int]]:
+    """Units by the number in the column `RUN_TOGETHER`, in the order of their tokens; each alone without the column.
+
+    Raises:
+        ValueError: rows of one unit have different numbers.
+    """
+    if RUN_TOGETHER not in batch:
+        return [[unit] for unit in range(batch.units)]
+    numbers = batch[RUN_TOGETHER].view(batch.units, -1)
+    if bool((numbers != numbers[:, :1]).any()):
+        raise ValueError(f"rows of one unit have different numbers in the column {RUN_TOGETHER!r}")
+    found: dict[int, list[int]] = defaultdict(list)
+    for unit, number in enumerate(numbers[:, 0].tolist()):
+        found[number].append(unit)
+    tokens, counted = batch.token_ids.cpu().view(batch.units, -1), batch.response_mask.cpu().view(batch.units, -1)
+    lengths = batch.lengths.view(batch.units, -1).tolist()
+
+    def content(unit: int) -> tuple[list[int], list[int], list[bool]]:
+        return lengths[unit], tokens[unit].tolist(), counted[unit].tolist()
+
+    # In one order whatever the batch's; the longest first, as a model's memory is best asked for.
+    parts = [sorted(units, key=content) for units in found.values()]
+    return sorted(parts, key=lambda units: -max(max(lengths[unit]) for unit in units))
+
+
+def _cut(batch: Batch, budget: TokenBudget) -> list[list[int]]:
     rows, size = _rows(batch), batch.rows_per_unit
     groups = [rows[start].prompt for start in range(0, batch.rows, size)]
     if budget.counts == "padded":

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Batch, Loss, ModelOutputs, StepReport, WeightManifest, deal
+from rlhf_core import (
+    RUN_TOGETHER,
+    Batch,
+    Loss,
+    ModelOutputs,
+    StepReport,
+    WeightManifest,
+    deal,
+    units_together,
+)
 
 from rlhf_launch.workers.handles import Handle, call_all, gather
 
@@ -135,13 +144,25 @@ class TrainGroup:
         """
         if not batch.units:
             raise ValueError(f"{self.name}: a batch without rows was given to {self.ranks} rank(s)")
-        copies = -(-self.ranks // batch.units)
-        return batch if copies == 1 else batch.select_units(list(range(batch.units)) * copies)
+        copies = -(-self.ranks // len(units_together(batch)))
+        if copies == 1:
+            return batch
+        enough = batch.select_units(list(range(batch.units)) * copies)
+        if RUN_TOGETHER not in batch:
+            return enough
+        # Each copy keeps to itself, too.
+        apart = int(batch[RUN_TOGETHER].max()) + 1
+        shift = torch.arange(copies).repeat_interleave(batch.rows) * apart
+        return enough.with_columns(**{RUN_TOGETHER: enough[RUN_TOGETHER] + shift})
 
     def _deal(self, batch: Batch) -> list[list[int]]:
-        size = batch.rows_per_unit
-        dealt = deal(batch.unit_lengths, self.ranks, even=True)
-        return [[unit * size + i for unit in units for i in range(size)] for units in dealt]
+        """Rows of each rank; units that run together go to one."""
+        size, lengths = batch.rows_per_unit, batch.unit_lengths
+        parts = units_together(batch)
+        dealt = deal([sum(lengths[unit] for unit in part) for part in parts], self.ranks, even=True)
+        return [
+            [unit * size + i for item in items for unit in parts[item] for i in range(size)] for items in dealt
+        ]
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         return call_all(self._handles, method, *args, what=f"{self.name} to {what}", timeout_s=self._timeout_s)

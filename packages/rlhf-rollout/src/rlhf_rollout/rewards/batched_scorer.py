@@ -1,4 +1,8 @@
-"""One reward model, asked by many at once: the calls that wait for it are joined into one batch."""
+"""One reward model, asked by many at once: the calls that wait for it are joined into one batch.
+
+Each call keeps to itself all the same: its rows run together and with no others, so that its numbers are the same
+bits whatever else was waiting, on a busy machine as on a quiet one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlhf_core import Batch, ModelOutputs, concatenate
+import torch
+from rlhf_core import RUN_TOGETHER, Batch, ModelOutputs, concatenate
 
 
 class Scorer(Protocol):
@@ -25,16 +30,13 @@ class JoinedScorer:
     """Calls a scorer from a thread of its own, one call at a time.
 
     While the model works on one batch, the groups that finish meanwhile gather; the next batch takes them all.
-    So many small groups cost few forward passes, and several ranks never see the calls in different orders.
+    So several ranks work on several groups, and never see the calls in different orders.
     """
 
-    def __init__(self, scorer: Scorer, *, min_rows: int = 1, max_rows: int = 1024) -> None:
-        """`min_rows` is what the scorer needs at least (its ranks): smaller batches are filled up with copies.
-
-        `max_rows` bounds what is joined; a single larger call goes as it is.
-        """
+    def __init__(self, scorer: Scorer, *, max_rows: int = 1024) -> None:
+        """`max_rows` bounds what is joined; a single larger call goes as it is."""
         self._scorer = scorer
-        self._min_rows, self._max_rows = min_rows, max_rows
+        self._max_rows = max_rows
         self._waiting: deque[_Call] = deque()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward model")
@@ -62,8 +64,8 @@ class JoinedScorer:
         try:
             # Only tokens and masks, which is what a model reads.
             batch = concatenate([replace(call.batch, columns={}) for call in calls])
-            copies = max(0, self._min_rows - batch.rows)
-            found = self._scorer.score(batch.select([*range(batch.rows), *[0] * copies]), calls[0].outputs)
+            numbers = torch.arange(len(calls)).repeat_interleave(torch.tensor([call.batch.rows for call in calls]))
+            found = self._scorer.score(batch.with_columns(**{RUN_TOGETHER: numbers}), calls[0].outputs)
             start = 0
             for call in calls:
                 width = call.batch.token_ids.shape[1]

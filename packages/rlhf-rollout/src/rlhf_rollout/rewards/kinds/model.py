@@ -22,16 +22,16 @@ class ModelRewardConfig(EngineRewardConfig):
 
     def make(self, engine: Scorer, *, name: str, tokenizer: Any, policy_tokenizer: Any) -> RewardFunction:
         """See EngineRewardConfig."""
-        return ModelReward(engine, name=name, min_rows=self.ranks)
+        return ModelReward(engine, name=name)
 
 
 class ModelReward:
     """RewardFunction from a reward model, which reads the very tokens that were sampled."""
 
-    def __init__(self, engine: Scorer, *, name: str = "reward model", min_rows: int = 1) -> None:
-        """`engine` is in the reward role; `min_rows` is the smallest batch that it takes (its ranks)."""
+    def __init__(self, engine: Scorer, *, name: str = "reward model") -> None:
+        """`engine` is in the reward role."""
         self.name = name
-        self._engine = JoinedScorer(engine, min_rows=min_rows)
+        self._engine = JoinedScorer(engine)
 
     async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Score]:
         """See RewardFunction; `texts` are not used.

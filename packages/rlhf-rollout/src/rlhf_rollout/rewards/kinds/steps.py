@@ -81,7 +81,7 @@ class StepReward:
         """
         self.name = name
         self._policy_tokenizer = policy_tokenizer or tokenizer
-        self._engine = JoinedScorer(engine, min_rows=config.ranks)
+        self._engine = JoinedScorer(engine)
         self._tokenizer = tokenizer
         self._config = config
         placeholder = tokenizer.convert_tokens_to_ids(config.placeholder)
