@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 # The modules that compute with tensors. Others name Protocols, which cannot be checked at run time.
-WITH_SHAPES = ["data.batch", "data.masking", "interfaces.loss", "model.log_probs", "model.packing"]
+WITH_SHAPES = ["data.batch", "interfaces.loss", "model.linear_head", "model.log_probs", "model.packing"]
 
 if "rlhf_core" not in sys.modules:
     from jaxtyping import install_import_hook

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 from rlhf_core import Batch, ConfigError, entropy_from_logits, log_probs_from_logits, model_outputs
-from rlhf_core.model.trial import Trial, own_forward, try_model
+from rlhf_core.model.own_numbers import own_forward
+from rlhf_core.model.trial import Trial, try_model
 from torch import Tensor
 
 Outcome = Literal["equal", "declined", "refused", "wrong"]

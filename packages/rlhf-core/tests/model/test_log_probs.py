@@ -120,7 +120,7 @@ def test_far_apart_logits_stay_finite():
 
 
 def test_logits_of_more_than_a_chunk_never_exist(monkeypatch):
-    import rlhf_core.model.log_probs as module
+    import rlhf_core.model.linear_head as module
 
     seen = []
     original = module._log_softmax
@@ -161,7 +161,7 @@ def test_a_sixteen_bit_heads_gradient_is_as_exact_in_many_chunks_as_in_one(kind)
 
 
 def test_large_heads_are_added_to_a_slice_at_a_time(monkeypatch):
-    import rlhf_core.model.log_probs as module
+    import rlhf_core.model.linear_head as module
 
     hidden, head, targets = case(bias=True)
     chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()

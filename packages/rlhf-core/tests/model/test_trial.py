@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from rlhf_core import Batch, ConfigError, model_outputs
-from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION
-from rlhf_core.model.packed_attention import is_packing
-from rlhf_core.model.segment_attention import sdpa_segments
+from rlhf_core.model.attention.kernels import SEGMENT_ATTENTION
+from rlhf_core.model.attention.packed import is_packing
+from rlhf_core.model.attention.segments import sdpa_segments
 from rlhf_core.model.trial import try_model
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from rlhf_core import (
     score_in_micro_batches,
     try_model,
 )
-from rlhf_core.testing import save_tiny_model
+from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_rollout import JoinedScorer
 from transformers import AutoModelForSequenceClassification
 

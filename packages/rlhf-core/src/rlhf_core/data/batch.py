@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlhf_core.data.trajectory import Trajectory
 
-
 RUN_TOGETHER = "run_together"
 """Column [rows] of whole numbers: rows of one number run through a model together, and with no others.
 

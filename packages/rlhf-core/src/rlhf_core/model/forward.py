@@ -21,9 +21,9 @@ from rlhf_core.interfaces.loss import ModelOutputs
 from rlhf_core.model.expert_routing import Routers, to_rows
 from rlhf_core.model.heads import Heads, OwnHead, kind_of, language_head, logit_scaling, scalar_head
 from rlhf_core.model.hidden_states import HiddenStates, hidden_states
+from rlhf_core.model.linear_head import LogitScaling, full_precision
 from rlhf_core.model.log_probs import (
     CANDIDATE_CHUNK,
-    LogitScaling,
     chunked_candidate_log_probs,
     chunked_log_collision,
     chunked_log_probs,
@@ -84,7 +84,7 @@ def model_outputs(
     if "scores" in fields:
         last = torch.zeros_like(mask)
         last[torch.arange(batch.rows, device=mask.device), batch.lengths - 1] = True
-        result["scores"] = _full_precision(scalar_head(model)(hidden.at(last)).squeeze(-1))
+        result["scores"] = full_precision(scalar_head(model)(hidden.at(last)).squeeze(-1))
     if record:
         choices = Routers.of(model).recorded()
         result["routed_experts"] = to_rows(choices, hidden.places, batch.attention_mask)
@@ -124,7 +124,7 @@ def _own_scores(model: Any, batch: Batch, fields: Sequence[str]) -> ModelOutputs
     padding = getattr(model.config, "pad_token_id", None)
     ids = batch.token_ids if padding is None else batch.token_ids.masked_fill(~batch.attention_mask, padding)
     logits = model(input_ids=ids, attention_mask=batch.attention_mask.long()).logits
-    return ModelOutputs(scores=_full_precision(logits.squeeze(-1)))
+    return ModelOutputs(scores=full_precision(logits.squeeze(-1)))
 
 
 def _predicted(batch: Batch) -> Bool[Tensor, "rows length"]:
@@ -145,9 +145,5 @@ def _router_loss(model: Any, hidden: HiddenStates) -> Tensor:
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:
     """Put the per-token values back into [rows, length], zero elsewhere."""
-    values = _full_precision(values)
+    values = full_precision(values)
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
-
-
-def _full_precision(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

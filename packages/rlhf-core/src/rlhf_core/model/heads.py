@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlhf_core.errors import CapabilityError
-from rlhf_core.model.log_probs import LogitScaling
+from rlhf_core.model.linear_head import LogitScaling
 
 _ATTRIBUTE = "_rlhf_heads"
 
@@ -67,6 +67,12 @@ def kind_of(model: Any) -> str:
     return f"{type(model).__name__} ({family})" if family else type(model).__name__
 
 
+def text_config(model: Any) -> Any:
+    """The part of the model's config that is about text."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def language_head(model: Any) -> nn.Module:
     """The module that makes logits.
 
@@ -101,10 +107,9 @@ def logit_scaling(model: Any) -> LogitScaling:
 
     The trial of the model finds out whether that is all; if not, `OwnHead` is taken.
     """
-    config = getattr(model, "config", None)
-    if config is None:
+    if getattr(model, "config", None) is None:
         return LogitScaling()
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     kind = getattr(text, "model_type", "")
     factor = 1.0
     if kind.startswith("cohere"):

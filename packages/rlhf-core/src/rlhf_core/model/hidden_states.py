@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rlhf_core.data.batch import Batch
+from rlhf_core.model.attention.packed import has_dropout, is_packing
 from rlhf_core.model.expert_routing import Routers, has_routers, to_tokens
 from rlhf_core.model.heads import backbone
-from rlhf_core.model.packed_attention import has_dropout, is_packing
 from rlhf_core.model.packing import PackedRows, pack
 
 

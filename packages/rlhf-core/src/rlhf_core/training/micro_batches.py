@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rlhf_core.data.batch import RUN_TOGETHER, Batch
-from rlhf_core.model.packed_attention import has_dropout, is_packing
+from rlhf_core.model.attention.packed import has_dropout, is_packing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ def cut_batch(batch: Batch, budget: int | TokenBudget) -> list[list[int]]:
 
 
 def units_together(batch: Batch) -> list[list[int]]:
-    """Units by the number in the column `RUN_TOGETHER`, in the order of their tokens; each alone without the column.
+    """Units by the number in the column `RUN_TOGETHER`, in the order of their tokens; without it each alone.
 
     Raises:
         ValueError: rows of one unit have different numbers.

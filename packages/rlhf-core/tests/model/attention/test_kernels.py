@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_core import CapabilityError
-from rlhf_core.model import attention_kernels, cuda_attention, segment_attention
-from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, kernels_for
-from rlhf_core.model.cuda_attention import block_segments, varlen_segments
+from rlhf_core.model.attention import cuda, kernels, segments
+from rlhf_core.model.attention.cuda import block_segments, varlen_segments
+from rlhf_core.model.attention.kernels import SEGMENT_ATTENTION, kernels_for
+from rlhf_core.model.attention.segments import AttentionTerms, sdpa_segments
 from rlhf_core.model.packing import Layout, Segment
-from rlhf_core.model.segment_attention import AttentionTerms, sdpa_segments
 
 BRANCHED = Layout(
     segments=(
@@ -101,7 +101,7 @@ def flash(query, key, value, cu_q, cu_k, max_q, max_k, terms):
 
 @pytest.fixture
 def with_flash(monkeypatch):
-    monkeypatch.setattr(cuda_attention, "varlen_function", lambda: flash)
+    monkeypatch.setattr(cuda, "varlen_function", lambda: flash)
 
 
 @pytest.mark.usefixtures("with_flash")
@@ -121,7 +121,7 @@ def test_kernels_give_the_same_output_and_gradients(layout, key_heads, attention
 
 
 def test_long_rows_under_a_window_are_cut_into_blocks(monkeypatch):
-    monkeypatch.setattr(segment_attention, "_WINDOW_BLOCK", 2)
+    monkeypatch.setattr(segments, "_WINDOW_BLOCK", 2)
     inputs, terms = states(BRANCHED), terms_of(CASES["window"])
     layout = Layout(segments=BRANCHED.segments)
     output = sdpa_segments(*inputs, layout, terms)
@@ -153,8 +153,8 @@ def test_a_sink_put_in_after_the_block_kernel(monkeypatch):
         kept = reference(query, key, ones, BRANCHED, one).transpose(1, 2)[..., 0]  # z = sum e; kept = z / (z + 1)
         return reference(query, key, value, BRANCHED, without).transpose(1, 2), torch.logit(kept)
 
-    monkeypatch.setattr(cuda_attention, "_flex", lambda *_: flex)
-    monkeypatch.setattr(cuda_attention, "_block_mask", lambda *_, **__: None)
+    monkeypatch.setattr(cuda, "_flex", lambda *_: flex)
+    monkeypatch.setattr(cuda, "_block_mask", lambda *_, **__: None)
     expected = run(reference, BRANCHED, inputs, terms)
     for found, wanted in zip(run(block_segments, BRANCHED, inputs, terms), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
@@ -174,12 +174,12 @@ def test_what_flash_attention_is_told(monkeypatch, terms, window, more):
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = lambda query, *_, **options: told.append(options) or query
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(cuda_attention, "find_spec", lambda name: object())
-    cuda_attention.varlen_function.cache_clear()
+    monkeypatch.setattr(cuda, "find_spec", lambda name: object())
+    cuda.varlen_function.cache_clear()
     try:
         varlen_segments(*states(BRANCHED), Layout(segments=BRANCHED.segments), terms)
     finally:
-        cuda_attention.varlen_function.cache_clear()
+        cuda.varlen_function.cache_clear()
     assert told == [{"softmax_scale": 0.3, "causal": True, "window_size": window, **more}]
 
 
@@ -188,15 +188,15 @@ def test_what_torchs_own_kernel_is_told(monkeypatch):
 
     told = []
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **options: told.append(options) or query)
-    monkeypatch.setattr(cuda_attention, "find_spec", lambda name: None if name == "flash_attn" else object())
-    cuda_attention.varlen_function.cache_clear()
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None if name == "flash_attn" else object())
+    cuda.varlen_function.cache_clear()
     try:
         layout = Layout(segments=BRANCHED.segments)
         varlen_segments(*states(BRANCHED), layout, AttentionTerms(scale=0.3, window=4))
         with pytest.raises(CapabilityError, match="soft cap"):
             varlen_segments(*states(BRANCHED), layout, AttentionTerms(soft_cap=2.0))
     finally:
-        cuda_attention.varlen_function.cache_clear()
+        cuda.varlen_function.cache_clear()
     assert told == [{"scale": 0.3, "window_size": (3, 0), "enable_gqa": True}]
 
 
@@ -216,7 +216,7 @@ def test_lengths_of_queries_and_keys(groups):
         for length in branches:
             segments.append(Segment(start=end, stop=end + length, prompt_start=start, prompt_stop=start + prompt))
             end += length
-    gathered, (cu_q, cu_k, max_q, max_k) = cuda_attention.varlen_arguments(segments, torch.device("cpu"))
+    gathered, (cu_q, cu_k, max_q, max_k) = cuda.varlen_arguments(segments, torch.device("cpu"))
     assert cu_q.tolist()[-1] == end
     assert cu_k.diff().tolist() == [segment.keys for segment in segments]
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
@@ -232,14 +232,14 @@ def test_lengths_of_queries_and_keys(groups):
 def test_which_kernels_a_device_offers(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert kernels_for(cpu, torch.bfloat16, [64]) == ("sdpa",)
-    monkeypatch.setattr(attention_kernels, "varlen_function", lambda: flash)
-    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "varlen_function", lambda: flash)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
     assert kernels_for(cuda, torch.bfloat16, [64]) == ("varlen", "blocks", "sdpa")
     assert kernels_for(cuda, torch.float32, [64]) == ("blocks", "sdpa")
     assert kernels_for(cuda, torch.bfloat16, [8]) == ("varlen", "sdpa")
     assert kernels_for(cuda, torch.bfloat16, [64, 20]) == ("blocks", "sdpa")
-    monkeypatch.setattr(attention_kernels, "varlen_function", lambda: None)
-    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "varlen_function", lambda: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     assert kernels_for(cuda, torch.bfloat16, [64]) == ("sdpa",)
     assert set(SEGMENT_ATTENTION) == {"sdpa", "varlen", "blocks"}
 

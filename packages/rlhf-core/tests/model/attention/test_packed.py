@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf_core.data.batch import Batch
+from rlhf_core.model.attention.packed import NAME, has_dropout, is_packing
 from rlhf_core.model.forward import model_outputs, top_k_log_probs
-from rlhf_core.model.packed_attention import NAME, has_dropout, is_packing
 from rlhf_core.model.trial import try_model
 
 transformers = pytest.importorskip("transformers")
@@ -251,8 +251,8 @@ def test_the_probability_of_drawing_the_same_token_twice():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_kernel_whose_trial_fails_gives_way_to_the_next(monkeypatch):
-    import rlhf_core.model.enable_packing as module
-    from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, block_segments
+    import rlhf_core.model.attention.enable as module
+    from rlhf_core.model.attention.kernels import SEGMENT_ATTENTION, block_segments
 
     def broken(*_, **__):
         raise RuntimeError("no kernel image is available")

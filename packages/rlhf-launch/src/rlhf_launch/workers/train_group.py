@@ -160,9 +160,7 @@ class TrainGroup:
         size, lengths = batch.rows_per_unit, batch.unit_lengths
         parts = units_together(batch)
         dealt = deal([sum(lengths[unit] for unit in part) for part in parts], self.ranks, even=True)
-        return [
-            [unit * size + i for item in items for unit in parts[item] for i in range(size)] for items in dealt
-        ]
+        return [[unit * size + i for item in items for unit in parts[item] for i in range(size)] for items in dealt]
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         return call_all(self._handles, method, *args, what=f"{self.name} to {what}", timeout_s=self._timeout_s)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import CapabilityError
+from rlhf_core.model.attention.segments import AttentionTerms
 from rlhf_core.model.packing import Layout, Segment
-from rlhf_core.model.segment_attention import AttentionTerms
 
 
 def varlen_segments(query: Tensor, key: Tensor, value: Tensor, layout: Layout, terms: AttentionTerms) -> Tensor:

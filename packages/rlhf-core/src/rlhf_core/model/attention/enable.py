@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from rlhf_core.errors import CapabilityError
-from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, Kernel, kernels_for
-from rlhf_core.model.packed_attention import MaskWatch, is_packing, register, watching_masks
+from rlhf_core.model.attention.kernels import SEGMENT_ATTENTION, Kernel, kernels_for
+from rlhf_core.model.attention.packed import MaskWatch, is_packing, register, watching_masks
+from rlhf_core.model.attention.segments import AttentionTerms, sdpa_segments
+from rlhf_core.model.heads import text_config
 from rlhf_core.model.packing import Layout, Segment
-from rlhf_core.model.segment_attention import AttentionTerms, sdpa_segments
 
 
 def enable_packing(model: Any, watch: MaskWatch, fault: Callable[[], str]) -> str:
@@ -76,12 +77,6 @@ def _chosen_attention(model: Any) -> str:
     if attention == "sdpa" or (attention == "eager" and not getattr(model, "_supports_sdpa", True)):
         return ""
     return f"its attention was chosen to be {attention!r}"
-
-
-def text_config(model: Any) -> Any:
-    """The part of the model's config that is about text."""
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 _SHORT = Layout(

@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from rlhf_core.model.cuda_attention import block_segments, varlen_function, varlen_segments
-from rlhf_core.model.segment_attention import SegmentAttention, sdpa_segments
+from rlhf_core.model.attention.cuda import block_segments, varlen_function, varlen_segments
+from rlhf_core.model.attention.segments import SegmentAttention, sdpa_segments
 
 Kernel = Literal["sdpa", "varlen", "blocks"]
 

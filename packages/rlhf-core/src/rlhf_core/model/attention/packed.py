@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlhf_core.errors import CapabilityError
-from rlhf_core.model.attention_kernels import SEGMENT_ATTENTION, Kernel
+from rlhf_core.model.attention.kernels import SEGMENT_ATTENTION, Kernel
+from rlhf_core.model.attention.segments import AttentionTerms, masked_attention, sdpa_segments
 from rlhf_core.model.packing import Layout
-from rlhf_core.model.segment_attention import AttentionTerms, masked_attention, sdpa_segments
 
 NAME = "rlhf_packed"
 """Under which Transformers knows the attention; the kernel's name follows where it is not `sdpa`."""
