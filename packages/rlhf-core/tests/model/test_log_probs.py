@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf_core.model.linear_head import LinearHead, LogitScaling
 from rlhf_core.model.log_probs import (
-    LinearHead,
-    LogitScaling,
     chunked_log_probs,
     entropy_from_logits,
     log_probs_from_logits,
