@@ -25,6 +25,7 @@ _SUMMARIES = {
     "kto": "KTO, from single answers marked good or bad (prompt, completion, label), or from pairs.",
     "simpo": "SimPO: preference pairs without a reference model.",
     "cpo": "CPO: preference pairs without a reference model, with behaviour cloning.",
+    "tpo": "TPO: triples of a chosen, a rejected and a gold answer, without a reference model.",
     "orpo": "ORPO: preference pairs without a reference model, with an odds ratio.",
     "sft": "Supervised fine-tuning on conversations, prompt and completion, or text.",
     "rm": "A reward model from preference pairs.",

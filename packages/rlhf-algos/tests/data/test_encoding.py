@@ -9,6 +9,7 @@ from rlhf_algos.data.readers import (
     split_pair,
     step_examples,
     supervised_examples,
+    triple_examples,
     unpaired_examples,
 )
 from rlhf_algos.data.sources import Row
@@ -123,6 +124,13 @@ class TestKinds:
         (example,) = preference_examples(row(prompt="a", chosen="b", rejected="c", margin=2), encoder)
         assert example.columns["margin"] == (2.0, 2.0)
 
+    def test_triples_have_the_gold_answer_last(self, encoder):
+        values = {"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"}
+        (example,) = triple_examples(row(**values), encoder)
+        assert [counted(encoder, tokens) for tokens in example.rows] == [f"{x}<|im_end|>" for x in "bcd"]
+        (shared,) = triple_examples(row(chosen="ab", rejected="ac", reference="ad"), encoder)
+        assert [counted(encoder, tokens) for tokens in shared.rows] == [f"{x}<|im_end|>" for x in "bcd"]
+
     def test_step_labels_stand_after_each_separator(self, encoder):
         (example,) = step_examples(row(prompt="p", completions=["x", "yz"], labels=[True, 0.25]), encoder)
         (tokens,), (labels,) = example.rows, example.token_columns["step_labels"]
@@ -139,6 +147,13 @@ class TestKinds:
         (preference_examples, {"prompt": "a", "chosen": "b"}, ["no column 'rejected'"]),
         (preference_examples, {"prompt": "a", "chosen": 3, "rejected": "b"}, ["'chosen'", "found int"]),
         (preference_examples, {"prompt": "a", "chosen": "b", "rejected": assistant("c")}, ["must both be text"]),
+        (triple_examples, {"prompt": "a", "chosen": "b", "rejected": "c"}, ["no column 'reference'"]),
+        (triple_examples, {"chosen": "ab", "rejected": "ac", "reference": "b"}, ["does not begin with the prompt"]),
+        (
+            triple_examples,
+            {"prompt": "a", "chosen": "b", "rejected": "c", "reference": assistant("d")},
+            ["must all be text"],
+        ),
         (preference_examples, {"chosen": "same", "rejected": "same"}, ["do not differ"]),
         (preference_examples, {"prompt": [{"r": 1}], "chosen": "b", "rejected": "c"}, ["'role' and 'content'"]),
         (unpaired_examples, {"prompt": "a", "completion": "b", "label": "yes"}, ["label", "'yes'"]),

@@ -8,7 +8,16 @@ from rlhf_algos.losses.offline.distillation import OnPolicyDistillationConfig, o
 from rlhf_algos.losses.offline.kto import KTOConfig, kto
 from rlhf_algos.losses.offline.pairwise import PAIR_LOSSES, PairLoss, aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
-from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.losses.offline.reference_free import (
+    CPOConfig,
+    ORPOConfig,
+    SimPOConfig,
+    TPOConfig,
+    cpo,
+    orpo,
+    simpo,
+    tpo,
+)
 from rlhf_algos.losses.offline.reward_model import (
     BradleyTerryConfig,
     ProcessRewardLossConfig,
@@ -67,6 +76,12 @@ PAIRS = {
     "dpo_js": make(dpo, DPOConfig(f_divergence="js_divergence")),
     "dpo_alpha": make(dpo, DPOConfig(f_divergence="alpha_divergence")),
     "dpo_forward": make(dpo, DPOConfig(f_divergence="forward_kl")),
+    "dpo_ld": make(dpo, DPOConfig(ld_alpha=0.3)),
+    "dpo_ld_js": make(dpo, DPOConfig(ld_alpha=0.0, f_divergence="js_divergence", reference_free=True)),
+    "dpo_weighted": make(dpo, DPOConfig(weighted=True)),
+    "xpo": make(dpo, DPOConfig(exploration_coef=0.1)),
+    "alpha_po": make(simpo, SimPOConfig(alpha=0.25)),
+    "alpha_po_down": make(cpo, CPOConfig(alpha=-0.5)),
     "simpo": make(simpo, SimPOConfig(sft_coef=0.3)),
     "cpo": make(cpo, CPOConfig(sft_mean="token")),
     "cpo_ipo": make(cpo, CPOConfig(loss="ipo")),
@@ -81,12 +96,19 @@ ROWS = {
     ),
     "kto": make(kto, KTOConfig(desirable_weight=1.5)),
     "kto_zero": make(kto, KTOConfig(loss="apo_zero")),
+    "bco": make(kto, KTOConfig(loss="bco", undesirable_weight=0.5)),
     "sft": make(sft, SFTConfig()),
     "sft_no_empty": make(sft, SFTConfig(aggregation="seq_mean_token_mean", count_empty_rows=False)),
     "dft": make(sft, SFTConfig(loss="dft", aggregation="seq_mean_token_mean")),
     "process": make(process_reward_loss, ProcessRewardLossConfig()),
     "outcome": make(process_reward_loss, ProcessRewardLossConfig(supervision="outcome")),
+    "minillm": make(on_policy_distillation, OnPolicyDistillationConfig(gamma=0.9, length_normalized=True)),
     "on_policy_kd": make(on_policy_distillation, OnPolicyDistillationConfig(clip_range=0.2)),
+}
+TRIPLES = {
+    "tpo": make(tpo, TPOConfig(beta=0.5)),
+    "tpo_l": make(tpo, TPOConfig(length_normalized=True, gamma=0.5, sft_mean="sequence")),
+    "tpo_hinge": make(tpo, TPOConfig(loss="hinge", sft_coef=0.0)),
 }
 STOP_GRADIENT = {
     "cispo",
@@ -98,6 +120,8 @@ STOP_GRADIENT = {
     "dppo",
     "dppo_kl",
     "vespo",
+    "dpo_weighted",
+    "minillm",
 }
 """Losses whose gradient is not, by intention, the derivative of their value."""
 
@@ -113,11 +137,13 @@ def case_of(name):
     if name in PAIRS:
         prepare = partial(with_pair_columns, name)
         return LossCase(PAIRS[name], rows_per_unit=2, stop_gradient=name in STOP_GRADIENT, prepare=prepare)
+    if name in TRIPLES:
+        return LossCase(TRIPLES[name], rows_per_unit=3, prepare=partial(with_sft_divisor, place=2))
     return LossCase({**POLICY, **ROWS}[name], stop_gradient=name in STOP_GRADIENT)
 
 
 class TestLosses(LossInvariances):
-    @pytest.fixture(params=sorted({**POLICY, **PAIRS, **ROWS}))
+    @pytest.fixture(params=sorted({**POLICY, **PAIRS, **TRIPLES, **ROWS}))
     def case(self, request):
         return case_of(request.param)
 

@@ -14,7 +14,17 @@ from rlhf_algos.losses.offline.distillation import DivergenceConfig, divergence_
 from rlhf_algos.losses.offline.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
 from rlhf_algos.losses.offline.pairwise import aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
-from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.losses.offline.reference_free import (
+    CPOConfig,
+    ORPOConfig,
+    SimPOConfig,
+    TPOConfig,
+    cpo,
+    orpo,
+    simpo,
+    tpo,
+)
+from rlhf_algos.losses.offline.responses import shared_log_probs
 from rlhf_algos.losses.offline.reward_model import BradleyTerryConfig, bradley_terry
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
@@ -291,17 +301,20 @@ DPO = {
     "sigmoid/js_divergence": DPOConfig(beta=0.3, f_divergence="js_divergence"),
     "ipo/forward_kl": DPOConfig(loss="ipo", beta=0.3, f_divergence="forward_kl", length_normalized=True),
     "sigmoid_norm/js_divergence": DPOConfig(beta=0.3, f_divergence="js_divergence", length_normalized=True),
+    "sigmoid ld": DPOConfig(beta=0.3, ld_alpha=0.4),
+    "hinge ld": DPOConfig(loss="hinge", beta=0.3, ld_alpha=0.0),
+    "sigmoid weighted": DPOConfig(beta=0.3, weighted=True),
     "hinge/alpha_divergence": DPOConfig(loss="hinge", beta=0.3, f_divergence="alpha_divergence", alpha=0.5),
 }
 
 
 def dpo_state(name, config):
-    types = name.split("/")[0].split("+")
+    types = name.split()[0].split("/")[0].split("+")
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=Accelerator(),
         aux_loss_enabled=False,
-        ld_alpha=None,
+        ld_alpha=None if config.ld_alpha == 1 else config.ld_alpha,
         precompute_ref_logps=True,
         f_divergence_type=config.f_divergence,
         f_alpha_divergence_coef=config.alpha,
@@ -309,7 +322,7 @@ def dpo_state(name, config):
         loss_weights=[1.0, config.sft_coef][: len(types)],
         beta=config.beta,
         label_smoothing=config.label_smoothing,
-        use_weighting=False,
+        use_weighting=config.weighted,
         args=SimpleNamespace(discopop_tau=config.discopop_tau),
         _metrics=nested_metrics(),
         _total_train_tokens=0,
@@ -317,9 +330,10 @@ def dpo_state(name, config):
     )
 
 
-def fused(log_probs):
+def fused(log_probs, log_collision=None):
     """The model's outputs that TRL's loss methods read."""
     return SimpleNamespace(
+        log_sum_sq_probs=log_collision,
         log_probs=log_probs,
         entropy=torch.zeros_like(log_probs),
         mean_logits=torch.zeros_like(log_probs),
@@ -344,20 +358,26 @@ def test_dpo_trainer(name):
         partner = aot_partners(data.log_probs.sum(1), reference, paired=name == "aot")
         batch = batch.with_columns(aot_partner=partner)
     mask = chosen_first(with_prompt(data.mask)).long()
+    shared = shared_log_probs(ModelOutputs(log_probs=with_prompt(data.ref)), batch)
+    batch = batch.with_columns(ref_log_probs_shared=shared)
+    weighted = shared + config.ld_alpha * (reference - shared)
     inputs = {
         "input_ids": torch.ones_like(mask),
         "attention_mask": torch.ones_like(mask),
         "completion_mask": mask,
-        "ref_chosen_logps": reference[0::2],
-        "ref_rejected_logps": reference[1::2],
+        "ref_chosen_logps": weighted[0::2],
+        "ref_rejected_logps": weighted[1::2],
     }
+    collision = -data.normal(ROWS, LENGTH).abs()
     theirs = trl_class("trainer.dpo_trainer.DPOTrainer")._compute_loss(
         dpo_state(name, config),
-        lambda **kwargs: fused(chosen_first(with_prompt(leaf * data.mask))[:, 1:]),
+        lambda **kwargs: fused(
+            chosen_first(with_prompt(leaf * data.mask))[:, 1:], chosen_first(with_prompt(collision))[:, 1:]
+        ),
         inputs,
         False,
     )
-    ours = dpo(ModelOutputs(log_probs=with_prompt(leaf)), batch, config)
+    ours = dpo(ModelOutputs(log_probs=with_prompt(leaf), log_collision=with_prompt(collision)), batch, config)
     if dtype == torch.float64:
         agree(ours, theirs, leaf)
     else:
@@ -414,6 +434,8 @@ def test_kto_trainer(loss):
         ("hinge", False, cpo, CPOConfig(loss="hinge", beta=0.3, sft_coef=0.0)),
         ("ipo", True, cpo, CPOConfig(loss="ipo", beta=0.3, sft_coef=0.0)),
         ("simpo", True, simpo, SimPOConfig(beta=0.3, gamma=0.5, label_smoothing=0.1)),
+        ("simpo", True, simpo, SimPOConfig(beta=0.3, gamma=0.5, label_smoothing=0.1, alpha=0.25)),
+        ("sigmoid", False, cpo, CPOConfig(beta=0.3, label_smoothing=0.1, sft_coef=0.0, alpha=-0.1)),
     ],
 )
 def test_cpo_trainer(loss, mean, function, config):
@@ -421,12 +443,61 @@ def test_cpo_trainer(loss, mean, function, config):
     leaf = data.log_probs.clone().requires_grad_()
     values = (leaf * data.mask).sum(1) / (data.mask.sum(1) if mean else 1)
     state = SimpleNamespace(
-        alpha=0.0, loss_type=loss, simpo_gamma=0.5, beta=0.3, label_smoothing=0.1, accelerator=Accelerator()
+        alpha=config.alpha,
+        loss_type=loss,
+        simpo_gamma=0.5,
+        beta=0.3,
+        label_smoothing=0.1,
+        accelerator=Accelerator(),
     )
     trainer = trl_class("experimental.cpo.cpo_trainer.CPOTrainer")
     losses, _, _ = trainer.cpo_loss(state, values[0::2], values[1::2])
     batch = rows_of(data.mask, rows_per_unit=2)
     agree(function(ModelOutputs(log_probs=with_prompt(leaf)), batch, config), losses.mean(), leaf)
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("sigmoid", TPOConfig(beta=0.3, label_smoothing=0.1)),
+        ("hinge", TPOConfig(loss="hinge", beta=0.3, sft_coef=0.7)),
+        ("ipo", TPOConfig(loss="ipo", beta=0.3, sft_coef=0.7)),
+        ("tpo-l", TPOConfig(beta=0.3, gamma=0.5, length_normalized=True, label_smoothing=0.1)),
+    ],
+)
+def test_tpo_trainer(loss, config, monkeypatch):
+    data = sample()
+    leaf = data.log_probs.clone().requires_grad_()
+    mask = with_prompt(data.mask)
+    batch = with_sft_divisor(rows_of(data.mask, rows_per_unit=3), place=2)
+
+    def by_place(values):
+        return torch.cat([values[0::3], values[1::3], values[2::3]])
+
+    per_token = by_place(with_prompt(leaf * data.mask))[:, 1:]
+    module = importlib.import_module("trl.experimental.tpo.tpo_trainer")
+    monkeypatch.setattr(
+        module, "selective_log_softmax_and_entropy", lambda *args, **kwargs: (per_token, per_token.detach())
+    )
+    monkeypatch.setattr(module.F, "cross_entropy", lambda logits, labels: -logits.mean())
+    # Where TRL takes the logits of the gold response to a cross-entropy, their log-probs stand here.
+    logits = torch.nn.functional.pad(per_token, (0, 1)).unsqueeze(-1)
+    state = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=Accelerator(),
+        aux_loss_enabled=False,
+        tpo_alpha=config.sft_coef,
+        tpo_l_gamma=config.gamma,
+        loss_type=loss,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        _metrics=nested_metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {name: by_place(mask).long() for name in ("input_ids", "attention_mask", "completion_mask")}
+    theirs = module.TPOTrainer._compute_loss(state, lambda **kwargs: SimpleNamespace(logits=logits), inputs, False)
+    agree(tpo(ModelOutputs(log_probs=with_prompt(leaf)), batch, config), theirs, leaf)
 
 
 def test_orpo_trainer():

@@ -45,6 +45,8 @@ def rows_of(method: str, count: int = 22) -> list[dict]:
             {"prompt": f"p{i}", "completions": ["ok", "bad"], "labels": [True, i % 2 == 0]} for i in range(count)
         ]
     pairs = [pair(i) for i in range(count)]
+    if method == "tpo":
+        return [{**p, "reference": p["chosen"] + "."} for p in pairs]
     if method in ("sft", "distill"):
         return [{"prompt": p["prompt"], "completion": p["chosen"]} for p in pairs]
     return pairs
@@ -335,15 +337,25 @@ def test_bfloat16_and_gradient_checkpointing_run(make):
 
 
 @pytest.mark.parametrize(
-    "loss", [{"loss": "aot"}, {"loss": "aot_unpaired"}, {"sft_coef": 1.0, "sft_mean": "token"}]
+    ("method", "loss"),
+    [
+        ("dpo", {"loss": "aot"}),
+        ("dpo", {"loss": "aot_unpaired"}),
+        ("dpo", {"sft_coef": 1.0, "sft_mean": "token"}),
+        ("dpo", {"ld_alpha": 0.5}),
+        ("dpo", {"weighted": True}),
+        ("kto", {"loss": "bco"}),
+        ("kto", {"baseline": "opposite"}),
+        ("tpo", {"beta": 0.5}),
+    ],
 )
-def test_losses_with_whole_batch_columns(make, loss):
+def test_losses_with_whole_batch_columns(make, method, loss):
     losses = []
     for tokens in (16384, 60):
         config = make(
-            "dpo",
+            method,
             loss=loss,
-            output=make("dpo").output / str(tokens),
+            output=make(method).output / str(tokens),
             train__max_tokens_per_micro_batch=tokens,
         )
         train(config)

@@ -165,8 +165,19 @@ def remax_advantages(
     return scores - batch["greedy_scores"].to(scores.dtype)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReinforceAdvantagesConfig(AdvantageConfig):
+    """Configuration of `reinforce_advantages`."""
+
+    baseline: float = 0.0
+    """Constant that is subtracted; 0.5 where scores are probabilities of being preferred (Nash-MD)."""
+
+
 def reinforce_advantages(
-    scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: AdvantageConfig
+    scores: Float[Tensor, " rows"],
+    group_ids: Int[Tensor, " rows"],
+    batch: Batch,
+    config: ReinforceAdvantagesConfig,
 ) -> Float[Tensor, " rows"]:
-    """The score itself: no baseline (REINFORCE, Williams 1992)."""
-    return scores
+    """The score itself, minus a constant: no baseline of the batch's (REINFORCE, Williams 1992)."""
+    return scores - config.baseline

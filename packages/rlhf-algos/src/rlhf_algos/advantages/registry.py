@@ -12,6 +12,7 @@ from rlhf_algos.advantages.gigpo import GiGPOAdvantagesConfig, gigpo_advantages
 from rlhf_algos.advantages.groups import (
     GRPOAdvantagesConfig,
     OPOAdvantagesConfig,
+    ReinforceAdvantagesConfig,
     ReMaxAdvantagesConfig,
     RLOOAdvantagesConfig,
     grpo_advantages,
@@ -39,7 +40,7 @@ ADVANTAGES: Mapping[str, tuple[AdvantageFunction, type[AdvantageConfig]]] = {
     "rloo": (rloo_advantages, RLOOAdvantagesConfig),
     "opo": (opo_advantages, OPOAdvantagesConfig),
     "remax": (remax_advantages, ReMaxAdvantagesConfig),
-    "reinforce": (reinforce_advantages, AdvantageConfig),
+    "reinforce": (reinforce_advantages, ReinforceAdvantagesConfig),
     "gpg": (gpg_advantages, GPGAdvantagesConfig),
     "max_rl": (max_rl_advantages, MaxRLAdvantagesConfig),
     "pass_at_k": (pass_at_k_advantages, PassAtKAdvantagesConfig),

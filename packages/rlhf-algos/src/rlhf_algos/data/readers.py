@@ -31,6 +31,20 @@ def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
     return [Example(name=row.place, rows=tuple(rows), columns=columns)]
 
 
+def triple_examples(row: Row, encoder: Encoder) -> list[Example]:
+    """`prompt`, `chosen`, `rejected` and `reference`, the gold answer: one example of three rows in this order."""
+    prompt, chosen, rejected = split_pair(row)
+    gold = _text(row, "reference")
+    if isinstance(gold, str) != isinstance(chosen, str):
+        raise DataError(f"{row.place}: chosen, rejected and reference must all be text or all be lists of messages")
+    # Without a column of its own the prompt is what chosen and rejected share; gold must begin with it too.
+    if row.values.get(_one_of(row, "prompt", "input")) is None:
+        if gold[: len(prompt)] != prompt:
+            raise DataError(f"{row.place}: reference does not begin with the prompt that chosen and rejected share")
+        gold = gold[len(prompt) :]
+    return [Example(name=row.place, rows=tuple(encoder.answers(prompt, [chosen, rejected, gold], row.place)))]
+
+
 def unpaired_examples(row: Row, encoder: Encoder) -> list[Example]:
     """`prompt`, `completion`, `label`: one example with the column `desirable`; a preference pair gives two.
 

@@ -16,12 +16,29 @@ from rlhf_algos.data.readers import (
     preference_examples,
     step_examples,
     supervised_examples,
+    triple_examples,
     unpaired_examples,
 )
-from rlhf_algos.losses.offline.kto import KTOConfig, kl_baseline, kto, with_kl_baseline
+from rlhf_algos.losses.offline.kto import (
+    KTOConfig,
+    bco_shift,
+    kl_baseline,
+    kto,
+    opposite_baselines,
+    with_kl_baseline,
+)
 from rlhf_algos.losses.offline.pairwise import aot_partners
 from rlhf_algos.losses.offline.preference import DPOConfig, dpo, with_sft_divisor
-from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, orpo, simpo
+from rlhf_algos.losses.offline.reference_free import (
+    CPOConfig,
+    ORPOConfig,
+    SimPOConfig,
+    TPOConfig,
+    cpo,
+    orpo,
+    simpo,
+    tpo,
+)
 from rlhf_algos.losses.offline.reward_model import (
     BradleyTerryConfig,
     ProcessRewardLossConfig,
@@ -85,6 +102,10 @@ def _prepare_pairs(batch: Batch, examples: Sequence[Example], scorer: RowScorer,
     return with_sft_divisor(batch) if wanted else batch
 
 
+def _prepare_triples(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: TPOConfig) -> Batch:
+    return with_sft_divisor(batch, place=2) if config.needs_sft_divisor else batch
+
+
 def _prepare_dpo(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: DPOConfig) -> Batch:
     batch = _prepare_pairs(batch, examples, scorer, config)
     if config.loss in ("aot", "aot_unpaired"):
@@ -95,10 +116,16 @@ def _prepare_dpo(batch: Batch, examples: Sequence[Example], scorer: RowScorer, c
 
 
 def _prepare_kto(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: KTOConfig) -> Batch:
-    if not config.needs_kl_baseline:
+    if config.needs_partners:
+        policy = scorer([example.partner for example in examples if example.partner is not None])
+        return with_kl_baseline(batch, kl_baseline(policy, batch[PARTNER + "ref_log_probs_sum"]))
+    if config.loss == "apo_zero":
         return batch
-    policy = scorer([example.partner for example in examples if example.partner is not None])
-    return with_kl_baseline(batch, kl_baseline(policy, batch[PARTNER + "ref_log_probs_sum"]))
+    log_ratio = scorer([example.rows[0] for example in examples]) - batch["ref_log_probs_sum"]
+    if config.needs_kl_baseline:
+        return with_kl_baseline(batch, opposite_baselines(log_ratio, batch["desirable"].bool()))
+    shift = torch.full((batch.rows,), bco_shift(log_ratio, config.beta))
+    return batch.with_columns(reward_shift=shift)
 
 
 def _prepare_distill(batch: Batch, examples: Sequence[Example], scorer: RowScorer, config: DistillConfig) -> Batch:
@@ -119,7 +146,7 @@ METHODS: Mapping[str, Method] = {
         function=kto,
         config=KTOConfig,
         needs_reference=lambda config: True,
-        needs_partners=lambda config: config.needs_kl_baseline,
+        needs_partners=lambda config: config.needs_partners,
         prepare=_prepare_kto,
         learning_rate=1e-6,  # TRL KTOConfig
     ),
@@ -136,6 +163,13 @@ METHODS: Mapping[str, Method] = {
         config=CPOConfig,
         prepare=_prepare_pairs,
         learning_rate=1e-6,  # TRL CPOConfig
+    ),
+    "tpo": Method(
+        encode=triple_examples,
+        function=tpo,
+        config=TPOConfig,
+        prepare=_prepare_triples,
+        learning_rate=1e-6,
     ),
     "orpo": Method(
         encode=preference_examples,

@@ -57,7 +57,7 @@ def model_fingerprint(model: str) -> str:
 
 def cache_key(model: str, dtype: str, examples: Sequence[Example]) -> str:
     """Hash of the reference model, the dtype and every token and mask; the tokenizer shows in the tokens."""
-    digest = hashlib.sha256(f"1 {model_fingerprint(model)} {dtype} ".encode())
+    digest = hashlib.sha256(f"2 {model_fingerprint(model)} {dtype} ".encode())
     for example in examples:
         for row in (*example.rows, *((example.partner,) if example.partner else ())):
             digest.update(torch.tensor(row.token_ids, dtype=torch.int32).numpy().tobytes())
@@ -73,7 +73,10 @@ def with_reference(
     open_engine: Callable[[], TrainEngine],
     ranks: Ranks,
 ) -> list[Example]:
-    """Examples with the column `ref_log_probs_sum` (and the partner's), from the cache or scored now.
+    """Examples with the reference's log-probs (and those of their partners), from the cache or scored now.
+
+    Columns: `ref_log_probs_sum`, and for examples of several rows `ref_log_probs_shared`, summed over as many
+    tokens as the shortest of the responses has.
 
     `open_engine` is called only if the cache does not have them; its engine is closed afterwards.
     """
@@ -81,10 +84,11 @@ def with_reference(
     # All ranks must agree, or some would score and others not.
     known = ranks.max(int(not file.exists())) == 0
     if known:
-        sums = load_file(file)["log_probs_sum"]
+        sums = load_file(file)["log_probs"]
     else:
         engine = open_engine()
-        sums = score_rows(engine, [r for e in examples for r in _all_rows(e)], ranks)
+        rows = [row for example in examples for row in _all_rows(example)]
+        sums = score_first_tokens(engine, rows, [n for example in examples for n in _shared_tokens(example)], ranks)
         engine.close()
         if rank_of(ranks) == 0:
             _write(file, sums)
@@ -93,7 +97,15 @@ def with_reference(
 
 def score_rows(engine: TrainEngine, rows: Sequence[TokenRow], ranks: Ranks) -> Tensor:
     """Summed log-probs of the counted tokens of each row, [rows] float32, the same on all ranks."""
-    sums = torch.zeros(len(rows))
+    return score_first_tokens(engine, rows, [sum(row.response_mask) for row in rows], ranks)[:, 0]
+
+
+def score_first_tokens(engine: TrainEngine, rows: Sequence[TokenRow], first: Sequence[int], ranks: Ranks) -> Tensor:
+    """Log-probs of each row, [rows, 2] float32: summed over all counted tokens, and over the first so many of them.
+
+    The same on all ranks.
+    """
+    sums = torch.zeros(len(rows), 2)
     for start in range(0, len(rows), _ROWS_AT_ONCE * ranks.size):
         part = rows[start : start + _ROWS_AT_ONCE * ranks.size]
         dealt = deal([len(row.token_ids) for row in part], ranks.size)
@@ -101,9 +113,15 @@ def score_rows(engine: TrainEngine, rows: Sequence[TokenRow], ranks: Ranks) -> T
         # A rank without rows scores one all the same: the others wait for it in every collective.
         batch = rows_batch([part[i] for i in mine or [0]])
         outputs = engine.score(batch)
-        scored = outputs.log_probs.sum(dim=1).tolist()[: len(mine)]  # type: ignore[union-attr]
+        early = torch.tensor([first[start + i] for i in mine or [0]]).unsqueeze(1)
+        within = batch.response_mask & (batch.response_mask.long().cumsum(dim=1) <= early)
+        log_probs: Tensor = outputs.log_probs  # type: ignore[assignment]
+        both = torch.stack([log_probs.sum(dim=1), log_probs.masked_fill(~within, 0).sum(dim=1)], dim=1)
+        scored = both.tolist()[: len(mine)]
         for indices, values in zip(dealt, ranks.gather(scored), strict=True):
-            sums[[start + i for i in indices]] = torch.tensor(values, dtype=torch.float32)  # type: ignore[arg-type]
+            if indices:
+                places = [start + i for i in indices]
+                sums[places] = torch.tensor(values, dtype=torch.float32)  # type: ignore[arg-type]
     return sums
 
 
@@ -116,12 +134,22 @@ def _all_rows(example: Example) -> tuple[TokenRow, ...]:
     return example.rows if example.partner is None else (*example.rows, example.partner)
 
 
-def _attach(examples: Sequence[Example], sums: list[float]) -> list[Example]:
+def _shared_tokens(example: Example) -> list[int]:
+    """For each of `_all_rows`: counted tokens of the shortest response of the example, of a partner its own."""
+    shortest = min(sum(row.response_mask) for row in example.rows)
+    partner = [] if example.partner is None else [sum(example.partner.response_mask)]
+    return [*[shortest] * len(example.rows), *partner]
+
+
+def _attach(examples: Sequence[Example], sums: list[list[float]]) -> list[Example]:
     result, values = [], iter(sums)
     for example in examples:
-        columns = {**example.columns, "ref_log_probs_sum": tuple(next(values) for _ in example.rows)}
+        found = [next(values) for _ in example.rows]
+        columns = {**example.columns, "ref_log_probs_sum": tuple(whole for whole, _ in found)}
+        if len(found) > 1:
+            columns["ref_log_probs_shared"] = tuple(shared for _, shared in found)
         if example.partner is not None:
-            columns[PARTNER + "ref_log_probs_sum"] = (next(values),)
+            columns[PARTNER + "ref_log_probs_sum"] = (next(values)[0],)
         result.append(replace(example, columns=columns))
     return result
 
@@ -130,5 +158,5 @@ def _write(file: Path, sums: Tensor) -> None:
     """Beside, then renamed: another run never reads half a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as beside:
-        save_file({"log_probs_sum": sums.contiguous()}, Path(beside) / file.name)
+        save_file({"log_probs": sums.contiguous()}, Path(beside) / file.name)
         os.replace(Path(beside) / file.name, file)

@@ -76,6 +76,17 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
     "gigpo": (GRPO, {"advantage": "gigpo"}),
     "remax": (GRPO, {"advantage": "remax"}),
     "opo": (GRPO, {"advantage": "opo"}),
+    "nash_md": (
+        GRPO,
+        {
+            "advantage": "reinforce",
+            "advantage_options": {"baseline": 0.5},
+            "loss": "reinforce",
+            "loss_options": {"aggregation": "seq_mean_token_sum"},
+            "kl_coef": 0.1,
+            "kl_estimator": "k2",
+        },
+    ),
     "reinforce": (
         GRPO,
         {"advantage": "reinforce", "loss": "reinforce", "loss_options": {"aggregation": "seq_mean_token_sum"}},

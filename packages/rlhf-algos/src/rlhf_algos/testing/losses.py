@@ -27,7 +27,7 @@ class LossCase:
 
     loss: Loss
     rows_per_unit: int = 1
-    """2 for losses of pairs, whose rows alternate chosen, rejected."""
+    """2 for losses of pairs, whose rows alternate chosen, rejected; 3 for triples."""
     stop_gradient: bool = False
     """True for a loss whose gradient is not, by intention, the derivative of its value."""
     prepare: Callable[[Batch], Batch] = _same

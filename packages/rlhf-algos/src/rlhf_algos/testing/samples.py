@@ -16,7 +16,7 @@ WIDTH = max(LENGTHS)
 
 
 def sample_batch(*, rows_per_unit: int = 1, seed: int = 3) -> tuple[Batch, dict[str, Tensor]]:
-    """Eight rows in float64, and what a model says of them: field of `ModelOutputs` to tensor.
+    """Eight rows in float64 (or a few more, for whole units), and the outputs of a model by their field.
 
     In one row nothing counts, in another a single token does, and responses have gaps. The column `row_index`
     [rows] says which row of the outputs a row of the batch belongs to, however it is cut (see `sample_outputs`).
@@ -26,9 +26,10 @@ def sample_batch(*, rows_per_unit: int = 1, seed: int = 3) -> tuple[Batch, dict[
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    rows, shape = len(LENGTHS), (len(LENGTHS), WIDTH)
+    lengths = LENGTHS + LENGTHS[: -len(LENGTHS) % rows_per_unit]
+    rows, shape = len(lengths), (len(lengths), WIDTH)
     positions = torch.arange(WIDTH)
-    attention = positions < torch.tensor(LENGTHS)[:, None]
+    attention = positions < torch.tensor(lengths)[:, None]
     response = attention & (positions >= 2) & (torch.rand(*shape, generator=generator) > 0.2)
     response[3] = False
     response[5] = positions == 3
@@ -45,19 +46,22 @@ def sample_batch(*, rows_per_unit: int = 1, seed: int = 3) -> tuple[Batch, dict[
         "returns": normal(*shape),
         "step_labels": torch.rand(*shape, generator=generator, dtype=torch.float64),
         "ref_log_probs_sum": (log_probs * response).sum(1) + normal(rows),
-        "desirable": torch.tensor([True, False] * (rows // 2)),
+        "desirable": torch.arange(rows) % 2 == 0,
+        "from_reference": torch.arange(rows) % 4 == 1,
         "kl_baseline": torch.full((rows,), 0.2, dtype=torch.float64),
         "margin": normal(rows),
         "reward_shift": torch.full((rows,), 0.1, dtype=torch.float64),
     }
     columns["old_entropy"] = normal(*shape).abs()
     columns["old_log_collision"] = -normal(*shape).abs()
-    groups = torch.tensor([0, 0, 1, 1, 2, 0, 1, 2])
+    columns["ref_log_probs_shared"] = columns["ref_log_probs_sum"] / 2
+    groups = torch.tensor([0, 0, 1, 1, 2, 0, 1, 2, 0])[:rows]
     counted = response.sum(1).double()
     columns["prompt_tokens"] = torch.stack([counted[groups == group].sum() for group in groups])
     outputs = {
         "log_probs": log_probs,
         "entropy": normal(*shape).abs(),
+        "log_collision": -normal(*shape).abs(),
         "values": normal(*shape),
         "scores": normal(rows),
     }

@@ -125,6 +125,30 @@ def test_on_policy_by_hand():
     assert terms.metrics["reverse_kl"].value == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("options", "costs"),
+    [
+        ({"gamma": 0.5}, [2 + 0.5 * (-1 + 0.5 * 4), -1 + 0.5 * 4, 4]),
+        ({"gamma": 0.5, "length_normalized": True}, [2.5 / 1.75, 1 / 1.5, 4]),
+        ({"gamma": 1.0, "length_normalized": True}, [5 / 3, 3 / 2, 4]),
+    ],
+)
+def test_a_token_is_charged_with_what_follows(options, costs):
+    """Gaps 2, -1 and 4 at the sampled tokens, between them a token of the environment."""
+    mask = torch.tensor([[True, True, False, True]])
+    log_probs = torch.tensor([[-1.0, -2.0, 9.0, -1.0]], requires_grad=True)
+    batch = Batch(
+        token_ids=torch.zeros(1, 4, dtype=torch.long),
+        attention_mask=torch.ones(1, 4, dtype=torch.bool),
+        response_mask=mask,
+        columns={"teacher_log_probs": torch.tensor([[-3.0, -1.0, 9.0, -5.0]])},
+    )
+    terms = on_policy_distillation(ModelOutputs(log_probs=log_probs), batch, OnPolicyDistillationConfig(**options))
+    terms.total.backward()
+    assert log_probs.grad[0].tolist() == pytest.approx([costs[0], costs[1], 0, costs[2]])
+    assert terms.metrics["reverse_kl"].value == pytest.approx(5 / 3)
+
+
 def test_refused():
     with pytest.raises(ConfigError, match="forward_kl"):
         DivergenceConfig(divergence="jsd", beta=0.0)

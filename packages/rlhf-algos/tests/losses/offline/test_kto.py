@@ -5,6 +5,7 @@ import torch
 from rlhf_algos.losses.offline.kto import (
     KTOConfig,
     balanced_weights,
+    bco_shift,
     kl_baseline,
     kto,
     mismatched_rows,
@@ -44,6 +45,29 @@ def test_by_hand():
     assert terms.metrics["rewards_desirable"].value == pytest.approx(2 * (0.5 - 1.0) / 2)
     assert terms.metrics["rewards_undesirable"].value == pytest.approx(0.6)
     assert terms.metrics["kl_baseline"].value == pytest.approx(0.2)
+
+
+def test_bco_by_hand():
+    """beta h is 1, 0.6 and -2; delta is their mean."""
+    delta = bco_shift(torch.tensor([0.5, 0.3, -1.0]), 2.0)
+    assert delta == pytest.approx(-0.4 / 3)
+    rows = batch().with_columns(reward_shift=torch.full((3,), delta))
+    config = KTOConfig(loss="bco", beta=2.0, undesirable_weight=0.5)
+    terms = kto(ModelOutputs(log_probs=LOG_PROBS), rows, config)
+    expected = -math.log(s(1 - delta)) - 0.5 * math.log(s(delta - 0.6)) - math.log(s(-2 - delta))
+    assert float(terms.total) == pytest.approx(expected, rel=1e-5)
+    assert bco_shift(torch.zeros(0), 1.0) == 0.0
+
+
+def test_what_each_loss_needs_of_the_batch():
+    for options, baseline, partners in (
+        ({}, True, True),
+        ({"baseline": "opposite"}, True, False),
+        ({"loss": "bco"}, False, False),
+        ({"loss": "apo_zero"}, False, False),
+    ):
+        config = KTOConfig(**options)
+        assert (config.needs_kl_baseline, config.needs_partners) == (baseline, partners)
 
 
 def test_apo_zero_needs_no_baseline():
@@ -115,6 +139,6 @@ def test_balanced_weights_fulfil_equation_8():
 
 def test_refused_settings():
     with pytest.raises(ConfigError, match="apo_zero"):
-        KTOConfig(loss="bco")  # type: ignore[arg-type]
+        KTOConfig(loss="bca")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="beta"):
         KTOConfig(beta=-1.0)

@@ -102,6 +102,34 @@ def test_f_divergences_by_hand():
         assert torch.isfinite(f_score(torch.tensor([-100.0, 100.0]), kind, 0.5)).all()
 
 
+def test_a_tail_beyond_the_shorter_response_counts_less():
+    """Responses of 2 and 1 tokens twice: the second token of the longer one has weight 1/4, of the reference's
+    too."""
+    rows = batch(ref_log_probs_shared=torch.tensor([-1.2, -1.5, -0.4, -1.0]))
+    h = [-1.0 + 1.2 + 0.25 * (-0.5 + 0.8), -0.5, -1.0 + 0.4 + 0.25 * (-1.0 + 0.6), 0.5]
+    expected = softplus(-2 * (h[0] - h[1])) + softplus(-2 * (h[2] - h[3]))
+    assert float(run(rows, beta=2.0, ld_alpha=0.25).total) == pytest.approx(expected, rel=1e-5)
+    assert float(run(rows, beta=2.0, ld_alpha=1.0).total) == pytest.approx(float(run(beta=2.0).total))
+
+
+def test_pairs_weigh_as_their_responses_are_likely():
+    """Mean of log p - log sum p^2: -0.25 and -1.5 in the first pair, -0.5 and 0 in the second."""
+    outputs = ModelOutputs(log_probs=LOG_PROBS, log_collision=torch.full((4, 3), -0.5))
+    terms = dpo(outputs, batch(), DPOConfig(beta=2.0, weighted=True))
+    expected = math.exp(-1.75) * softplus(-2.0) + math.exp(-0.5) * softplus(3.0)
+    assert float(terms.total) == pytest.approx(expected)
+    assert float(terms.weight) == 2
+    assert DPOConfig(weighted=True).outputs == ("log_probs", "log_collision")
+    with pytest.raises(ConfigError, match="log_collision"):
+        run(weighted=True)
+
+
+def test_exploration_makes_the_references_own_responses_less_likely():
+    rows = batch(from_reference=torch.tensor([False, True, True, False]))
+    more = run(rows, exploration_coef=0.5).total - run().total
+    assert float(more) == pytest.approx(0.5 * (-2.0 - 2.0))
+
+
 def test_rows_that_are_not_pairs_are_refused():
     rows = Batch(
         token_ids=torch.zeros(4, 3, dtype=torch.long),
@@ -121,6 +149,8 @@ def test_rows_that_are_not_pairs_are_refused():
         ({"label_smoothing": 0.5}, "label_smoothing"),
         ({"loss": "exo"}, "0.001"),
         ({"f_divergence": "kl"}, "reverse_kl"),
+        ({"ld_alpha": 1.5}, "ld_alpha"),
+        ({"loss": "aot", "ld_alpha": 0.5}, "AOT"),
     ],
 )
 def test_refused_settings(options, message):

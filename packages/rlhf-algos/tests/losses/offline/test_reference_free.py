@@ -3,8 +3,19 @@ import math
 import pytest
 import torch
 from rlhf_algos.losses.offline.preference import with_sft_divisor
-from rlhf_algos.losses.offline.reference_free import CPOConfig, ORPOConfig, SimPOConfig, cpo, log_odds, orpo, simpo
-from rlhf_core import Batch, ConfigError, ModelOutputs
+from rlhf_algos.losses.offline.reference_free import (
+    CPOConfig,
+    ORPOConfig,
+    SimPOConfig,
+    TPOConfig,
+    alpha_reward,
+    cpo,
+    log_odds,
+    orpo,
+    simpo,
+    tpo,
+)
+from rlhf_core import Batch, ConfigError, DataError, ModelOutputs
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 0], [0, 1, 1]]).bool()
 LOG_PROBS = torch.tensor([[0, -1.0, -0.5], [0, -2.0, 0], [0, -1.0, 0], [0, -0.5, -0.5]])
@@ -34,6 +45,37 @@ def test_simpo_by_hand():
     assert float(terms.total) == pytest.approx(softplus(-(2 * 1.25 - 0.5)) + softplus(-(2 * -0.5 - 0.5)))
     assert terms.metrics["rewards_chosen"].value == pytest.approx(2 * (-0.75 - 1) / 2)
     assert float(terms.weight) == 2
+
+
+def test_alpha_shapes_the_reward():
+    """(1 - p^-alpha) / alpha of the mean probabilities exp(-0.75), exp(-2), exp(-1), exp(-0.5)."""
+    r = [(1 - math.exp(0.5 * m)) / 0.5 for m in (0.75, 2, 1, 0.5)]
+    terms = run(simpo, SimPOConfig(beta=2.0, gamma=0.5, alpha=0.5))
+    expected = softplus(-(2 * (r[0] - r[1]) - 0.5)) + softplus(-(2 * (r[2] - r[3]) - 0.5))
+    assert float(terms.total) == pytest.approx(expected, rel=1e-5)
+    assert terms.metrics["rewards_chosen"].value == pytest.approx(2 * (r[0] + r[2]) / 2)
+    m = torch.tensor([-1.0, -300.0])
+    assert alpha_reward(m, 0.0) is m
+    assert float(alpha_reward(m, 1e-6)[0]) == pytest.approx(-1.0, rel=1e-3)
+    assert torch.isfinite(alpha_reward(m, 1.0)).all()
+
+
+def test_tpo_by_hand():
+    """A triple: sums -1.5, -2, -1 (chosen, rejected, gold); the gold response has one token."""
+    rows = Batch(
+        token_ids=torch.zeros(3, 3, dtype=torch.long),
+        attention_mask=torch.ones(3, 3, dtype=torch.bool),
+        response_mask=MASK[:3],
+        rows_per_unit=3,
+    )
+    outputs = ModelOutputs(log_probs=LOG_PROBS[:3])
+    terms = tpo(outputs, with_sft_divisor(rows, place=2), TPOConfig(beta=2.0, sft_coef=0.5))
+    assert float(terms.total) == pytest.approx(softplus(-1.0) + 0.5 * 1.0)
+    assert float(terms.weight) == 1
+    mean = TPOConfig(beta=2.0, length_normalized=True, gamma=0.3, sft_coef=0.0)
+    assert float(tpo(outputs, rows, mean).total) == pytest.approx(softplus(-(2 * 1.25 - 0.3)))
+    with pytest.raises(DataError, match="rows_per_unit=3"):
+        run(tpo, TPOConfig())
 
 
 def test_cpo_by_hand():

@@ -143,10 +143,17 @@ class OnPolicyDistillationConfig:
     """Clamp on log(student / teacher) and on the importance ratio's logarithm."""
     clip_range: float | None = None
     """PPO-style clip of the importance ratio against `old_log_probs`; None does not clip."""
+    gamma: float = 0.0
+    """0: a token is charged with its own gap alone. Above 0 with those of the tokens after it too, discounted by
+    gamma per token: the whole gradient of the sequence's reverse KL at 1 (MiniLLM, Gu et al. 2024, 2306.08543)."""
+    length_normalized: bool = False
+    """With gamma: the weighted mean of these gaps and not their sum (MiniLLM's length normalisation)."""
 
     def __post_init__(self) -> None:
         if self.log_ratio_limit <= 0 or (self.clip_range is not None and self.clip_range < 0):
             raise ConfigError(f"on-policy distillation: limits must be positive, got {self}")
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"on-policy distillation: gamma must be in [0, 1], got {self.gamma}")
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -158,7 +165,9 @@ def on_policy_distillation(outputs: ModelOutputs, batch: Batch, config: OnPolicy
     """Reverse KL on the student's own samples, by policy gradient with the token's own KL as its cost.
 
     loss_t = -r_t A_t, A_t = sg(teacher_log_probs - log_probs), r_t = exp(log_probs - old_log_probs): each token is
-    judged by the teacher (MiniLLM's single-step part, Gu et al. 2024; Lu 2025). Columns: `teacher_log_probs`
+    judged by the teacher (MiniLLM's single-step part, Gu et al. 2024; Lu 2025). With gamma, A_t is
+    sum_{i >= t} gamma^(i - t) A_i over the sampled tokens, divided by sum_{i >= t} gamma^(i - t) if
+    `length_normalized`. Columns: `teacher_log_probs`
     [rows, length]; `old_log_probs`, without which r_t = 1. Metrics: reverse_kl (nats per token), kd_loss.
     """
     if outputs.log_probs is None:
@@ -168,15 +177,29 @@ def on_policy_distillation(outputs: ModelOutputs, batch: Batch, config: OnPolicy
     gap = (log_probs.detach() - batch["teacher_log_probs"].masked_fill(~mask, 0)).clamp(-limit, limit)
     old = batch["old_log_probs"].masked_fill(~mask, 0) if "old_log_probs" in batch else log_probs.detach()
     ratio = (log_probs - old).clamp(-limit, limit).exp()
-    per_token = ratio * gap
+    cost = gap if not config.gamma else _cost_to_go(gap, mask, config)
+    per_token = ratio * cost
     if config.clip_range is not None:
-        per_token = torch.maximum(per_token, ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * gap)
+        per_token = torch.maximum(per_token, ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * cost)
     total, weight = masked_sum(per_token, mask), mask.sum().float()
     metrics = {
         "reverse_kl": mean_of(gap, mask),
         "kd_loss": Mean(total=float(total.detach()), weight=float(weight)),
     }
     return LossTerms(total=total, weight=weight, metrics=metrics)
+
+
+def _cost_to_go(gap: Tensor, mask: Tensor, config: OnPolicyDistillationConfig) -> Tensor:
+    """Discounted sum, or mean, of the gaps from each counted token on."""
+    result = torch.zeros_like(gap)
+    total = weight = gap.new_zeros(gap.shape[0])
+    for position in reversed(range(gap.shape[1])):
+        counted = mask[:, position]
+        total = torch.where(counted, gap[:, position] + config.gamma * total, total)
+        weight = torch.where(counted, 1 + config.gamma * weight, weight)
+        divisor = weight.clamp(min=1) if config.length_normalized else 1.0
+        result[:, position] = torch.where(counted, total / divisor, 0.0)
+    return result
 
 
 def _divergence(student: Tensor, teacher: Tensor, config: DivergenceConfig) -> Tensor:

@@ -18,13 +18,21 @@ import torch
 from jaxtyping import Bool, Float
 from rlhf_core import Batch, ConfigError, LossTerms, ModelOutputs, mean_of, pad_rows
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from rlhf_algos.choices import check_choices
 from rlhf_algos.losses.aggregation import add_aux_loss
 from rlhf_algos.losses.offline.responses import reference_log_probs, response_log_probs
 
-KTOLoss = Literal["kto", "apo_zero"]
-"""`kto` with the reference point z0; `apo_zero` with z0 = 0 (TRL's `apo_zero_unpaired`)."""
+KTOLoss = Literal["kto", "apo_zero", "bco"]
+"""`kto` with the reference point z0; `apo_zero` with z0 = 0 (TRL's `apo_zero_unpaired`); `bco`, binary
+classifier optimisation (Jung et al. 2024, 2404.04656): -log sigmoid(beta h - delta) where desirable, else -log
+sigmoid(delta - beta h), with delta from the column `reward_shift` [rows], the mean of beta h over the batch
+(TRL keeps a running mean over batches)."""
+
+KTOBaseline = Literal["mismatched", "opposite"]
+"""Where z0 comes from: `mismatched` prompts and responses (the paper, TRL), or the rows of the `opposite` kind
+(OpenRLHF's former `VanillaKTOLoss`, here without a gradient of the baseline); see `opposite_baselines`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +47,13 @@ class KTOConfig:
     """Weight of an undesirable response."""
     loss: KTOLoss = "kto"
     """See `KTOLoss`."""
+    baseline: KTOBaseline = "mismatched"
+    """See `KTOBaseline`; for the loss `kto`."""
     aux_loss_coef: float = 0.0
     """See `PolicyTermsConfig.aux_loss_coef`."""
 
     def __post_init__(self) -> None:
-        check_choices("kto", self, loss=KTOLoss)
+        check_choices("kto", self, loss=KTOLoss, baseline=KTOBaseline)
         if self.beta <= 0 or self.desirable_weight < 0 or self.undesirable_weight < 0:
             raise ConfigError(f"kto: beta must be positive and the weights must not be negative, got {self}")
 
@@ -57,13 +67,18 @@ class KTOConfig:
         """True if the batch must have the column `kl_baseline`."""
         return self.loss == "kto"
 
+    @property
+    def needs_partners(self) -> bool:
+        """True if the baseline comes from mismatched prompts and responses."""
+        return self.needs_kl_baseline and self.baseline == "mismatched"
+
 
 def kto(outputs: ModelOutputs, batch: Batch, config: KTOConfig) -> LossTerms:
     """KTO (eq. 7), a mean over rows.
 
     With h = log(policy / reference) of a response: desirable rows lose w_d (1 - sigmoid(beta (h - z0))),
     undesirable ones w_u (1 - sigmoid(beta (z0 - h))). The sum of both kinds is divided by the number of rows,
-    not by the sum of weights (as in TRL and OpenRLHF).
+    not by the sum of weights (as in TRL and OpenRLHF). For the other losses see `KTOLoss`.
 
     Metrics: kto_loss, kl_baseline, rewards_desirable, rewards_undesirable (beta h).
     """
@@ -76,7 +91,11 @@ def kto(outputs: ModelOutputs, batch: Batch, config: KTOConfig) -> LossTerms:
     baseline = batch["kl_baseline"] if config.needs_kl_baseline else torch.zeros_like(log_ratio)
     gain = config.beta * (log_ratio - baseline)
     weights = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
-    losses = weights * torch.sigmoid(torch.where(desirable, -gain, gain))
+    if config.loss == "bco":
+        shift = batch["reward_shift"].to(gain.dtype)
+        losses = -weights * logsigmoid(torch.where(desirable, gain - shift, shift - gain))
+    else:
+        losses = weights * torch.sigmoid(torch.where(desirable, -gain, gain))
     metrics = {
         "kto_loss": mean_of(losses),
         "kl_baseline": mean_of(baseline),
@@ -131,6 +150,11 @@ def opposite_baselines(
     """
     up, down = (log_ratio[rows].mean().clamp(min=0) if rows.any() else 0.0 for rows in (desirable, ~desirable))
     return torch.where(desirable, down, up).to(log_ratio.dtype)
+
+
+def bco_shift(log_ratio: Float[Tensor, " rows"], beta: float) -> float:
+    """delta = mean of beta log(policy / reference) over all rows of the global batch, for the loss `bco`."""
+    return beta * float(log_ratio.double().mean()) if len(log_ratio) else 0.0
 
 
 def with_kl_baseline(batch: Batch, value: float | Float[Tensor, " rows"]) -> Batch:

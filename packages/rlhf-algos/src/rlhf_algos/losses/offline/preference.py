@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
+from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, mean_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -23,6 +23,7 @@ from rlhf_algos.losses.offline.responses import (
     reference_log_probs,
     response_lengths,
     response_log_probs,
+    shared_log_probs,
     split_pairs,
 )
 
@@ -59,6 +60,16 @@ class DPOConfig:
     """See `FDivergence`; for the losses that take the difference of the two scores (`DIFFERENCE_LOSSES`)."""
     alpha: float = 0.5
     """Order of the alpha divergence."""
+    ld_alpha: float = 1.0
+    """Weight of the log-probs past as many tokens as the shorter response of the pair has (LD-DPO, Liu et al. 2024,
+    2409.06411): below 1 the longer one gains less by being longer. Needs the column `ref_log_probs_shared`."""
+    weighted: bool = False
+    """Weigh each pair by how likely both responses are under the policy (WPO, Zhou et al. 2024, 2406.11827): the
+    product of exp(mean log(p_t / sum_v p_t(v)^2)) over both, without a gradient (TRL's `use_weighting`)."""
+    exploration_coef: float = 0.0
+    """Weight of the log-prob of the reference's own response, which is made less likely (XPO, Xie et al. 2024,
+    2405.21046): one response of each pair is the policy's sample, the other, marked in the column `from_reference`
+    [rows] bool, the reference's."""
     discopop_tau: float = 0.05
     """Temperature of DiscoPOP's blend."""
     sft_coef: float = 0.0
@@ -79,13 +90,19 @@ class DPOConfig:
                 f"dpo: the loss {self.loss!r} is defined for f_divergence 'reverse_kl' alone, got "
                 f"{self.f_divergence!r}; write one of {', '.join(DIFFERENCE_LOSSES)} to use it"
             )
+        if self.ld_alpha != 1 and (self.loss in ("aot", "aot_unpaired") or not 0 <= self.ld_alpha <= 1):
+            raise ConfigError(
+                f"dpo: ld_alpha must be in [0, 1], and 1 with the AOT losses, got {self.ld_alpha} with "
+                f"{self.loss!r}"
+            )
         if self.loss == "exo" and self.label_smoothing == 0:
             raise ConfigError("dpo: the loss 'exo' takes the log of label_smoothing; write for instance 0.001")
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The fields of ModelOutputs that the loss needs."""
-        return ("log_probs", "aux_loss") if self.aux_loss_coef else ("log_probs",)
+        extra = (("log_collision",) if self.weighted else ()) + (("aux_loss",) if self.aux_loss_coef else ())
+        return ("log_probs", *extra)
 
     @property
     def needs_sft_divisor(self) -> bool:
@@ -123,20 +140,44 @@ def dpo(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> LossTerms:
         losses = aot_losses(chosen, rejected, batch, settings, paired=config.loss == "aot")
     else:
         losses = PAIR_LOSSES[config.loss](chosen, rejected, settings)
+    if config.weighted:
+        losses = losses * pair_weights(outputs, batch)
     metrics = pair_metrics(outputs, batch, config.beta * log_ratio) | {"preference_loss": mean_of(losses)}
     total = losses.sum()
     if config.sft_coef:
         nll = chosen_nll(outputs, batch, config.sft_mean)
         total = total + config.sft_coef * nll.sum()
         metrics["sft_loss"] = mean_of(nll)
+    if config.exploration_coef:
+        explored = response_log_probs(outputs, batch) * batch["from_reference"].bool()
+        total = total + config.exploration_coef * explored.sum()
     weight = torch.tensor(float(batch.units), device=total.device)
     return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
 
 
 def reference_log_ratios(outputs: ModelOutputs, batch: Batch, config: DPOConfig) -> Float[Tensor, " rows"]:
-    """log(policy / reference) of each response; log(policy) if `reference_free`."""
-    policy = response_log_probs(outputs, batch)
-    return policy if config.reference_free else policy - reference_log_probs(batch)
+    """log(policy / reference) of each response, its tail weighted by `ld_alpha`; log(policy) if
+    `reference_free`."""
+    log_ratio = response_log_probs(outputs, batch)
+    if not config.reference_free:
+        log_ratio = log_ratio - reference_log_probs(batch)
+    if config.ld_alpha == 1:
+        return log_ratio
+    shared = shared_log_probs(outputs, batch)
+    if not config.reference_free:
+        shared = shared - batch["ref_log_probs_shared"]
+    return shared + config.ld_alpha * (log_ratio - shared)
+
+
+def pair_weights(outputs: ModelOutputs, batch: Batch) -> Float[Tensor, " pairs"]:
+    """How likely both responses of each pair are under the policy, per token and against a token drawn from it."""
+    log_probs, collision = outputs.log_probs, outputs.log_collision
+    if log_probs is None or collision is None:
+        raise ConfigError("weighted needs log_collision among the engine's outputs")
+    per_token = (log_probs - collision).detach()
+    weights = masked_mean(per_token, batch.response_mask, dim=1).clamp(max=_MAX_EXPONENT / 2).exp()
+    chosen, rejected = split_pairs(weights, batch)
+    return chosen * rejected
 
 
 def f_score(log_ratio: Float[Tensor, " rows"], kind: FDivergence, alpha: float) -> Float[Tensor, " rows"]:
@@ -163,13 +204,15 @@ def chosen_nll(outputs: ModelOutputs, batch: Batch, mean: SFTMean) -> Float[Tens
     return total / split_pairs(divisor, batch)[0]
 
 
-def with_sft_divisor(batch: Batch) -> Batch:
+def with_sft_divisor(batch: Batch, *, place: int = 0) -> Batch:
     """Add the column `sft_divisor` [rows]: chosen tokens per pair of the *global* batch, which `batch` must be.
+
+    `place` says which row of a unit the likelihood is of: 0, the chosen one, or 2, the gold one of a triple.
 
     A mean over tokens and a mean over pairs have different denominators; this constant makes one sum of both,
     whatever the micro-batches.
     """
-    tokens = batch.response_mask[0::2].sum().clamp(min=1)
+    tokens = batch.response_mask[place :: batch.rows_per_unit].sum().clamp(min=1)
     return batch.with_columns(sft_divisor=(tokens / max(batch.units, 1)).expand(batch.rows).clone())
 
 

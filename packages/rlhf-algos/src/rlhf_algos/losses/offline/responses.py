@@ -1,4 +1,4 @@
-"""Log-probs of whole responses, and the two rows of a preference pair."""
+"""Log-probs of whole responses, and the rows of a preference pair."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def reference_log_probs(batch: Batch, *, mean: bool = False) -> Float[Tensor, " 
     """The column `ref_log_probs_sum` [rows], or its mean per token."""
     total = batch["ref_log_probs_sum"]
     return total / response_lengths(batch) if mean else total
+
+
+def shared_log_probs(outputs: ModelOutputs, batch: Batch) -> Float[Tensor, " rows"]:
+    """Log-probs of each response of a pair, summed over its first tokens: as many as the shorter of the two has.
+
+    The reference's are the column `ref_log_probs_shared` [rows].
+    """
+    mask = batch.response_mask
+    shorter = mask.sum(dim=1).view(-1, batch.rows_per_unit).min(dim=1).values.repeat_interleave(batch.rows_per_unit)
+    within = mask & (mask.long().cumsum(dim=1) <= shorter.unsqueeze(1))
+    return masked_sum(outputs.log_probs, within, dim=1)  # type: ignore[arg-type]
 
 
 def response_lengths(batch: Batch) -> Float[Tensor, " rows"]:
