@@ -42,6 +42,7 @@ def test_the_seams_are_pinned():
     assert methods(rlhf_core.KeepsAverage) == {"export_average"}
     assert methods(rlhf_core.ReportsMemory) == {"memory_report"}
     assert methods(rlhf_core.NeedsEnvVars) == {"env_vars"}
+    assert methods(rlhf_core.Closable) == {"close"}
     assert methods(rlhf_core.RewardFunction) == {"score"}
     assert methods(rlhf_core.Environment) == {"reset", "step"}
     assert methods(rlhf_core.WeightSource) == {"gather", "manifest"}

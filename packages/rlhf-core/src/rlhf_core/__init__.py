@@ -48,7 +48,7 @@ from rlhf_core.errors import (
     WeightSyncError,
 )
 from rlhf_core.interfaces.engine_config import DType, EngineConfig, OptimizerConfig, Role, Schedule
-from rlhf_core.interfaces.environments import Environment, Observation, ToolCall, Turn
+from rlhf_core.interfaces.environments import Closable, Environment, Observation, ToolCall, Turn
 from rlhf_core.interfaces.loss import Loss, LossFunction, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
 from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.interfaces.rollout import (
@@ -82,6 +82,7 @@ from rlhf_core.options import config_from, did_you_mean, nearest
 from rlhf_core.plugins import (
     ROLLOUT_BACKENDS,
     TRAIN_ENGINES,
+    DescribesOptions,
     NeedsEnvVars,
     env_vars_of,
     load_object,
@@ -142,12 +143,14 @@ __all__ = [
     "Bucket",
     "CapabilityError",
     "CheckpointError",
+    "Closable",
     "ConfigError",
     "DType",
     "DataError",
     "DeadlineExceeded",
     "DeltaMode",
     "DeltaSource",
+    "DescribesOptions",
     "DroppedSample",
     "EngineConfig",
     "EngineDiedError",

@@ -31,6 +31,13 @@ def env_vars_of(plugin: Any, config: Any) -> dict[str, str]:
     return dict(plugin.env_vars(config)) if isinstance(plugin, NeedsEnvVars) else {}
 
 
+@runtime_checkable
+class DescribesOptions(Protocol):
+    """A backend's or engine's class that says which dataclass describes its `options`."""
+
+    options_type: type
+
+
 def plugin_names(group: str) -> list[str]:
     """Names registered in an entry-point group, sorted."""
     return sorted({entry.name for entry in entry_points(group=group)})

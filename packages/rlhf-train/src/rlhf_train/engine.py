@@ -121,7 +121,7 @@ class DeepSpeedEngine:
         return AverageWeights(self.model, self._deepspeed, decay=self.config.average_decay, ranks=self.ranks)
 
     def _try_model(self) -> Trial:
-        """Tried on a few tokens, by all ranks together, so after sharding and through the root."""
+        """Try the model on a few rows: all ranks together, after sharding, through the root module."""
 
         def trial(model: torch.nn.Module) -> Trial:
             return try_model(
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
         return scored.of_rows(own, width=batch.token_ids.shape[1])
 
     def measure_reward_scale(self, batch: Batch) -> RewardScale:
-        """Take mean and deviation of the scores of these rows (of all ranks) out of all later ones.
+        """Normalise all later scores by the mean and deviation of the scores of these rows, over all ranks.
 
         The scale is kept in the model's config, and so in what `export` writes. Losses see raw scores.
 
@@ -229,7 +229,7 @@ class DeepSpeedEngine:
         return self._reports.done(batch, done, norm=norm, rate=rate)
 
     def _frozen_step(self, batch: Batch, mine: Batch, loss: Loss) -> StepReport:
-        """Losses and metrics without a change: no gradient, no step of the schedule."""
+        """A step that changes nothing: losses and metrics, no gradient, no step of the schedule."""
         self._module.eval()
         with torch.no_grad():
             done = accumulate(
@@ -247,7 +247,7 @@ class DeepSpeedEngine:
         return self._reports.done(batch, done, norm=0.0, rate=0.0)
 
     def _shared(self, batch: Batch) -> tuple[Batch, slice]:
-        """What this rank runs for `batch`, and where its own rows are in that."""
+        """The rows that this rank runs for its `batch`, and where its own rows are among them."""
         if self._sequence is None:
             return batch, slice(0, batch.rows)
         return self._sequence.share(batch)
@@ -259,7 +259,7 @@ class DeepSpeedEngine:
 
     def _backward(self, total: Tensor, last: bool) -> None:
         if not total.requires_grad:
-            # A loss that found nothing to count. The backward pass must still run: its collectives are awaited.
+            # The loss found nothing to count. The backward pass must run all the same: other ranks wait in it.
             total = total + sum(
                 value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0).sum()
                 for value in self._last_outputs.values()

@@ -1,4 +1,4 @@
-"""What a training rank keeps in memory, and how high each phase drives it."""
+"""Memory of a training rank: its parts now, and the peak of each phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to the phase."""
+        """A context whose peak memory counts for the phase `name`."""
         self._reset()
         try:
             yield
@@ -31,7 +31,7 @@ class PhaseMemory:
             self.peaks[name] = max(self._peak(), self.peaks.get(name, 0))
 
     def note_offloaded(self) -> None:
-        """Call it when everything that can be was moved off the accelerator."""
+        """Note what stayed on the accelerator; call it at the end of an offload."""
         self._after_offload = self._in_use()
 
     def _in_use(self) -> int:
@@ -100,7 +100,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Views of one storage count once, with what they cover."""
+    """Bytes of tensors; those that are the same piece of memory count once."""
     sizes: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         sizes[tensor.data_ptr(), tensor.numel()] = tensor.numel() * tensor.element_size()

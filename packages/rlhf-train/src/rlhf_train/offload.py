@@ -1,7 +1,7 @@
-"""Giving the accelerator's memory back between training phases. Nothing to do on the CPU.
+"""The accelerator's memory given back between training phases; on the CPU there is nothing to give back.
 
-Four cases, because DeepSpeed moves only what its optimizers own. Written for CUDA and not exercised by the tests,
-which run on the CPU.
+There are four cases, because DeepSpeed moves only what its optimizers own. This code is for CUDA; the tests, which
+run on the CPU, do not exercise it.
 """
 
 from __future__ import annotations

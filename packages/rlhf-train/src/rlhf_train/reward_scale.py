@@ -1,4 +1,4 @@
-"""Mean and deviation of a reward model's scores, kept in the model's config and taken out of what it says."""
+"""Mean and deviation of a reward model's scores, kept in the model's config and taken out of later scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEAN, _DEVIATION = "reward_mean", "reward_std"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardScale:
-    """normalised score = (score - mean) / std."""
+    """Scores are normalised as (score - mean) / std."""
 
     mean: float = 0.0
     std: float = 1.0

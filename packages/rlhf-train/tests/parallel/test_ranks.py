@@ -19,12 +19,12 @@ def environment(monkeypatch):
 
 
 def test_no_variables_mean_a_single_rank(environment):
-    assert RankInfo.from_environment() is None
+    assert RankInfo.from_env_vars() is None
 
 
 def test_ranks_are_read_from_the_environment(environment):
     environment(**COMPLETE)
-    assert RankInfo.from_environment() == RankInfo(rank=1, world_size=2, local_rank=0)
+    assert RankInfo.from_env_vars() == RankInfo(rank=1, world_size=2, local_rank=0)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_ranks_are_read_from_the_environment(environment):
 def test_an_incomplete_environment_is_refused(environment, values, complaint):
     environment(**values)
     with pytest.raises(ConfigError, match=complaint):
-        RankInfo.from_environment()
+        RankInfo.from_env_vars()
 
 
 def test_one_rank_reduces_nothing():

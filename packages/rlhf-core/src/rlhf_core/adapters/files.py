@@ -1,4 +1,4 @@
-"""Adapters as a directory that peft, and what builds on it, can read: a few megabytes beside the merged model."""
+"""Adapters as a directory that peft can read: a few megabytes beside the merged model."""
 
 from __future__ import annotations
 

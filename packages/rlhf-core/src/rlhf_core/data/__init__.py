@@ -1,1 +1,1 @@
-"""What is sampled, and how it is batched."""
+"""Requests, samples, trajectories, and the batches made of them."""

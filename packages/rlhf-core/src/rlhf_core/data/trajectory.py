@@ -70,7 +70,6 @@ class Trajectory:
                     f"trajectory {self.sample_id!r}: sampled token at position {position} needs a finite "
                     f"log-prob <= 0 and a weight version >= 0, got {log_prob} and {version}"
                 )
-
         for position, (sampled, reward) in enumerate(zip(self.response_mask, self.rewards, strict=False)):
             if not math.isfinite(reward) or (reward and not sampled):
                 raise ValueError(

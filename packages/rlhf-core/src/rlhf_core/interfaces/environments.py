@@ -1,7 +1,7 @@
-"""The environment seam: what a multi-turn episode talks to.
+"""The environment seam: the other side of an episode of several turns.
 
-An environment says messages, text or tokens; the policy's turns come to it as the tokens that were sampled,
-with their text. The agent loop between the two (`rlhf_rollout.agents.loop`) never tokenises a turn again.
+An environment answers with messages, text or tokens. The policy's turns reach it as the tokens that were sampled,
+with their text. The agent loop between the two never tokenises a turn again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What an environment says. Give `messages`, `text` or `token_ids`, or nothing.
+    """What an environment answers: `messages`, `text` or `token_ids`, or nothing.
 
     >>> Observation(text="higher", reward=-0.1).done
     False
@@ -61,7 +61,7 @@ class Observation:
     reward: float = 0.0
     """For the turn that this answers; a final reward is that of the last turn. Ignored after `reset`."""
     done: bool = False
-    """True ends the episode; what is said with it is not shown to the policy any more."""
+    """True ends the episode; the policy does not see the messages, text or tokens of this observation."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log; the last value of each name counts."""
 
@@ -74,8 +74,17 @@ class Observation:
 
 
 @runtime_checkable
+class Closable(Protocol):
+    """An environment or a reward that holds something which must be released: processes, connections, files."""
+
+    def close(self) -> Any:
+        """Release it. The `close` of an environment may be a coroutine."""
+        ...
+
+
+@runtime_checkable
 class Environment(Protocol):
-    """One episode's world; a new one is made for every episode. A method `close()`, if there is one, ends it.
+    """One episode's world; a new one is made for every episode. One that is `Closable` is closed at its end.
 
     The methods may be plain or `async`. Plain ones run in a thread of their own and may block; coroutines run on
     the event loop of all episodes and must not.
@@ -84,7 +93,7 @@ class Environment(Protocol):
     def reset(self, metadata: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Start the episode. `metadata` are the columns of the prompt's row of data.
 
-        Messages said here take the place of the row's prompt; text and tokens follow it. It may be nothing.
+        Messages of this observation take the place of the row's prompt; text and tokens follow the prompt.
         """
         ...
 

@@ -20,7 +20,7 @@ from rlhf_core.data.batch import Batch
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelOutputs:
-    """What a model says about a batch. Fields that were not asked for are None.
+    """A model's outputs for a batch. Fields that were not asked for are None.
 
     Per-token fields are aligned with `Batch.token_ids`; all but `routed_experts` are zero where `response_mask` is
     False.

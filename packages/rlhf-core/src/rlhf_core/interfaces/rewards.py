@@ -24,7 +24,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedSample:
-    """What stands in the place of a score, or of a trajectory, that could not be had: leave the sample out."""
+    """A sample to leave out, in the place of a score, or of a trajectory, that could not be had."""
 
     sample_id: str
     reason: str
@@ -33,7 +33,7 @@ class DroppedSample:
 
 @runtime_checkable
 class RewardFunction(Protocol):
-    """Python callables, HTTP services and reward models look the same to the loop.
+    """Scores finished trajectories. Python callables, HTTP services and reward models look the same to the loop.
 
     `score` may be called many times at once, also while samples are being generated: it does its work off the
     event loop.
@@ -44,8 +44,8 @@ class RewardFunction(Protocol):
     ) -> Sequence[Score | DroppedSample]:
         """One score per trajectory, in order. `texts` are the decoded responses.
 
-        `DroppedSample` drops a sample on purpose. A function that cannot tell raises RewardError instead, and the
-        failure handling of the run decides.
+        `DroppedSample` drops a sample on purpose. A function that cannot score raises RewardError instead, and
+        the failure handling of the run decides.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The rollout seam: what the loop asks of a generator."""
+"""The rollout seam: what a training loop asks of whatever generates its samples."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendCapabilities:
-    """What a backend can do, said before it is asked."""
+    """What a backend can do. A loop reads it before it asks for anything."""
 
     transports: frozenset[str]
     """Kinds of weight transport it can join; see rlhf_core.weight_sync.transports.transport."""
@@ -71,7 +71,7 @@ class BackendCapabilities:
     adapters: bool = False
     """A sync may bring an adapter alone (`WeightManifest.adapter`), which takes the place of the last one."""
     sleep: bool = False
-    """`sleep` gives the accelerator's memory back; where False it is a harmless no-op."""
+    """`sleep` gives the accelerator's memory back; where False, `sleep` does nothing."""
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class RolloutBackend(Protocol):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this backend can do."""
+        """What this backend can do, the same for its whole life."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class RolloutBackend(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Go on sampling, from where `pause` stopped."""
         ...
 
     async def connect(self, link: Link, rank: int) -> None:
@@ -120,7 +120,7 @@ class RolloutBackend(Protocol):
     async def receive_weights(self, manifest: WeightManifest) -> None:
         """Take the weights that the sender is sending now; afterwards `weight_version` is the manifest's.
 
-        Running requests are held meanwhile and no token is sampled from a mixture. Caches that depend on the
+        Running requests stand still meanwhile and no token is sampled from a mixture. Caches that depend on the
         weights are dropped. On failure raises WeightSyncError; the backend is stale until the next success.
         """
         ...
@@ -130,7 +130,7 @@ class RolloutBackend(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take it again. Weights may be undefined until the next `receive_weights`."""
+        """Take the accelerator's memory again. Weights may be undefined until the next `receive_weights`."""
         ...
 
     def close(self) -> None:

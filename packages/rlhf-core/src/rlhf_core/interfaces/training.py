@@ -1,4 +1,4 @@
-"""The training seam: what the loop asks of a policy, critic, reference or reward engine."""
+"""The training seam: what a training loop asks of a policy, critic, reference or reward engine."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ class TrainEngine(Protocol):
         ...
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
-        """Forward only, dropout off. CPU tensors in the order of the rows."""
+        """Run the model forward, without dropout. The outputs are CPU tensors in the order of the rows."""
         ...
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
-        """One optimizer step over the batch, in as many micro-batches as memory needs."""
+        """Take one optimizer step over the batch, in as many micro-batches as memory needs."""
         ...
 
     def weights(self) -> WeightSource:
@@ -116,7 +116,7 @@ class TrainEngine(Protocol):
         ...
 
     def reload(self) -> None:
-        """Undo `offload`."""
+        """Bring the state back to the accelerator, after `offload`."""
         ...
 
     def save(self, path: Path) -> None:

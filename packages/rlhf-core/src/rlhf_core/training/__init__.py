@@ -1,1 +1,1 @@
-"""What every training engine needs: micro-batches, accumulation, schedules, random state."""
+"""Parts of every training engine: micro-batches, accumulation, dealing to ranks, schedules, random state."""

@@ -17,7 +17,7 @@ from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 
 
 class Ranks(Protocol):
-    """The little that accumulation needs to know of the other data-parallel ranks."""
+    """The other data-parallel ranks, as far as accumulation needs them."""
 
     @property
     def size(self) -> int:
@@ -58,7 +58,7 @@ class OneRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulated:
-    """What the micro-batches of one step added up to, over all ranks."""
+    """The sums of the micro-batches of one step, over all ranks."""
 
     loss: float
     weight: float
@@ -131,7 +131,7 @@ def score_in_micro_batches(
     max_tokens: int | TokenBudget,
     ranks: Ranks | None = None,
 ) -> ModelOutputs:
-    """Forward only; outputs are detached, on the CPU and in the order of the batch's rows."""
+    """Run the model forward; the outputs are detached, on the CPU and in the order of the batch's rows."""
     ranks = ranks or OneRank()
     cut = cut_batch(batch, max_tokens)
     result = {name: getattr(zero_outputs(batch, [name]), name).cpu() for name in fields}

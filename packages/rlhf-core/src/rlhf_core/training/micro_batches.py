@@ -24,7 +24,7 @@ class TokenBudget:
 
     @classmethod
     def of(cls, model: Any, tokens: int) -> TokenBudget:
-        """What the model runs in its present mode, as `model_outputs` runs it."""
+        """The budget that counts the tokens which `model_outputs` runs with the model in its present mode."""
         if not is_packing(model):
             return cls(tokens=tokens)
         return cls(tokens=tokens, counts="packed" if has_dropout(model) else "shared")

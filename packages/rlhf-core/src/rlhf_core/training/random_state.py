@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RandomState:
-    """A context manager: inside it torch draws from this stream, outside nothing has changed."""
+    """A context in which torch draws from this stream; outside it, torch's own stream goes on undisturbed."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._cuda = [device] if device.type == "cuda" else []

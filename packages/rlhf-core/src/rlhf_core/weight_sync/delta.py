@@ -6,7 +6,7 @@ part of a layer travels together (`fused_group`).
 
 `values` keeps a copy of all weights in the sender's host memory. Of a tensor in which few values changed, only
 these travel, each with its index: with bfloat16 weights and the learning rates of RL most values round to what they
-were. Receivers read the value that a weight has now, or keep a copy of all as well (`held_weights`).
+were. Receivers read the value that a weight has now, or keep a copy of all as well (`WeightCopy`).
 
 Either way the receivers must hold the very version that the changes start from; a sync that nobody confirmed makes
 the next one a full one.
@@ -52,7 +52,7 @@ class DeltaSource:
 
     Args:
         source: the weights.
-        mode: see the module.
+        mode: what travels of what changed: whole `tensors`, or single `values` (see the module).
         sends: whether this rank is the one that sends; the others keep no copies.
     """
 

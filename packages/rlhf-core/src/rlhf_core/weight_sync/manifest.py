@@ -94,7 +94,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterScale:
-    """How much low-rank updates count: a layer's weight is W + alpha / rank * B A (arXiv:2106.09685)."""
+    """Rank and weight of low-rank updates: a layer's weight is W + alpha / rank * B A (arXiv:2106.09685)."""
 
     rank: int
     """Rows of every A and columns of every B."""
@@ -107,7 +107,7 @@ class AdapterScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightManifest:
-    """What one sync moves.
+    """The tensors that one sync moves, in order, and how they are cut into buckets.
 
     >>> m = WeightManifest(version=3, bucket_bytes=96, tensors=(
     ...     TensorSpec(name="a", shape=(4,), dtype="float32"), TensorSpec(name="b", shape=(30,), dtype="bfloat16")))

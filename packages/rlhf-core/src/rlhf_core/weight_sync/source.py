@@ -1,6 +1,6 @@
-"""The two ends of a weight sync: where weights come from, and what checks and takes them.
+"""Where the weights of a sync come from, and the checks of what takes them.
 
-A manifest that both sides cut into the same buckets, then one flat buffer each (`sending`, `receiving`):
+Both sides cut the same manifest into the same buckets, and each bucket travels as one flat buffer:
 
     sender (all training ranks)                       receiver (each rollout worker)
     manifest = source.manifest(version) ───────────►  same manifest, so the same buckets

@@ -12,7 +12,7 @@ from rlhf_core.weight_sync.delta import fused_group
 
 
 class WeightCopy:
-    """All weights in the form in which they travel, in host memory: as many bytes as the model has.
+    """All weights as they travelled, in host memory: as many bytes as the model has.
 
     An engine that fuses, shards or repacks its weights has no place in which single values could be changed. It
     changes them here (see rlhf_core.weight_sync.delta, `values`), and loads what it fuses with them anew.
@@ -28,7 +28,7 @@ class WeightCopy:
 
     @torch.no_grad()
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights."""
+        """Copy these weights."""
         for _ in self.passing(weights):
             pass
 
@@ -43,7 +43,7 @@ class WeightCopy:
             yield name, tensor
 
     def value(self, name: str) -> Tensor:
-        """What a weight is now.
+        """The present value of a weight.
 
         Raises:
             WeightSyncError: it never came.

@@ -17,7 +17,15 @@ from rlhf_algos import (
     reference,
     schema_text,
 )
-from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, ConfigError, PluginError, did_you_mean, load_plugin
+from rlhf_core import (
+    ROLLOUT_BACKENDS,
+    TRAIN_ENGINES,
+    ConfigError,
+    DescribesOptions,
+    PluginError,
+    did_you_mean,
+    load_plugin,
+)
 
 from rlhf_launch.cli.errors import run_command
 
@@ -123,11 +131,11 @@ def option_groups(config: Any) -> Mapping[str, Any]:
     found = {}
     for key, (group, name) in chosen.items():
         try:
-            kind = getattr(load_plugin(group, name), "options_type", None)
+            plugin = load_plugin(group, name)
         except PluginError:  # not installed here: the file may be for another machine
             continue
-        if kind is not None:
-            found[key] = kind
+        if isinstance(plugin, DescribesOptions):
+            found[key] = plugin.options_type
     return found
 
 

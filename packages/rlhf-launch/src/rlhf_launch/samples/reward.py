@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import ConfigError, DataError, RewardFunction, Trajectory, check_model_path
+from rlhf_core import Closable, ConfigError, DataError, RewardFunction, Trajectory, check_model_path
 from rlhf_rollout import (
     CombinedReward,
     EngineRewardConfig,
@@ -78,8 +78,8 @@ class CheckedReward:
     def close(self) -> None:
         """End what the ready parts have started."""
         for reward in self.ready.values():
-            if (close := getattr(reward, "close", None)) is not None:
-                close()
+            if isinstance(reward, Closable):
+                reward.close()
 
 
 def check_reward(
@@ -113,8 +113,8 @@ def check_reward(
             if part.servers:
                 _check_servers(name, part.servers)
             ready[name], needed[name] = part.make(name)
-            if (close := getattr(ready[name], "close", None)) is not None:
-                undo.callback(close)
+            if isinstance(made := ready[name], Closable):
+                undo.callback(made.close)
         undo.pop_all()
     return CheckedReward(
         parts=parts,

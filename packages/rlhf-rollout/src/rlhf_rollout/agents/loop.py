@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlhf_core import (
+    Closable,
     ConfigError,
     DroppedSample,
     Environment,
@@ -204,12 +205,11 @@ class AgentLoop:
 
     async def _close(self, environment: Environment) -> None:
         """Close an environment that can be closed; if that fails, the sample is kept all the same."""
-        close = getattr(environment, "close", None)
-        if close is None:
+        if not isinstance(environment, Closable):
             return
         try:
             async with asyncio.timeout(self._config.step_timeout_s):
-                answer = await in_thread(close)
+                answer = await in_thread(environment.close)
                 if asyncio.iscoroutine(answer):
                     await answer
         except Exception as error:

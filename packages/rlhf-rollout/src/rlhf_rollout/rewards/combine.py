@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf_core import ConfigError, DroppedSample, RewardFunction, Score, Trajectory, check_scores
+from rlhf_core import Closable, ConfigError, DroppedSample, RewardFunction, Score, Trajectory, check_scores
 
 from rlhf_rollout.concurrency import gather_or_cancel
 
@@ -41,8 +41,8 @@ class CombinedReward:
     def close(self) -> None:
         """Close all parts that have a `close`."""
         for reward in self._rewards.values():
-            if (close := getattr(reward, "close", None)) is not None:
-                close()
+            if isinstance(reward, Closable):
+                reward.close()
 
     def _sum(self, parts: Mapping[str, Score | DroppedSample]) -> Score | DroppedSample:
         value, components = 0.0, {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_core import (
+    Closable,
     ConfigError,
     DroppedSample,
     EngineDiedError,
@@ -94,8 +95,8 @@ class RobustReward:
 
     def close(self) -> None:
         """Close the wrapped reward, if it has a `close`."""
-        if (close := getattr(self._reward, "close", None)) is not None:
-            close()
+        if isinstance(self._reward, Closable):
+            self._reward.close()
 
     async def _score(
         self, trajectories: Sequence[Trajectory], texts: Sequence[str], *, attempts: int

@@ -1,1 +1,1 @@
-"""Checkpoints: writing, writing in the background, other numbers of ranks."""
+"""Checkpoints: written at once or in the background, loaded by any number of ranks."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class PendingFiles:
-    """Stands in for DeepSpeed's checkpoint writer: copies what is to be saved, and writes it later.
+    """A checkpoint writer for DeepSpeed that copies what it is to save, and writes the files later.
 
     The copy takes host memory of the size of this rank's checkpoint until the files are written.
     """

@@ -23,7 +23,7 @@ STATE = "engine.json"
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counters of the engine that outlive it."""
+    """Counters of an engine that its checkpoints keep."""
 
     steps_taken: int = 0
     """Optimizer steps; skipped ones do not count. Drives the learning-rate schedule."""
@@ -96,7 +96,7 @@ def _save(engine: Any, path: Path, state: EngineState, writer: Any, *, ranks: Tr
 
 
 def _complete(engine: Any, path: Path, progress: Progress, *, ranks: TrainingRanks, stage: int) -> None:
-    """Say that all is there, once all ranks have written theirs."""
+    """Write `engine.json`, which says that the checkpoint is complete, once all ranks have written their files."""
     ranks.barrier()
     if ranks.info.rank == 0:
         written = _Written(

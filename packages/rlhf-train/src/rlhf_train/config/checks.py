@@ -1,4 +1,4 @@
-"""What options of the DeepSpeed engine cannot have together."""
+"""Settings of the DeepSpeed engine that exclude each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HALF = ("bfloat16", "float16")
 
 
 def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
-    """Refuse what DeepSpeed would accept and then compute wrongly, or refuse later without saying why.
+    """Refuse settings with which DeepSpeed would compute wrongly, or fail later without saying why.
 
     Raises:
         ConfigError: says which setting to change.
@@ -62,7 +62,7 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
 
 
 def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
-    """Refuse what slices of layers are not combined with.
+    """Refuse settings that do not work with slices of layers (`autotp_size`).
 
     Raises:
         ConfigError: says which setting to change.
@@ -86,7 +86,7 @@ def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
 
 
 def check_optimizer(config: EngineConfig, zero: ZeroConfig) -> None:
-    """Refuse what DeepSpeed's Muon cannot do.
+    """Refuse settings that do not work with DeepSpeed's Muon.
 
     Raises:
         ConfigError: says which setting to change.

@@ -20,7 +20,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """What `EngineConfig.options` may hold for this engine.
+    """The options of this engine: what `EngineConfig.options` may hold.
 
     >>> ZeroConfig.of(EngineConfig(model="m", options={"stage": 2})).stage
     2

@@ -1,1 +1,1 @@
-"""From a checkpoint to a model ready for DeepSpeed."""
+"""The model of a role: loaded, adapted, wrapped by DeepSpeed, with its optimizer."""

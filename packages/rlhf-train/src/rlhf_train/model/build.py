@@ -1,4 +1,4 @@
-"""What an engine is made of: the model of its role, DeepSpeed around it, the ranks that share its rows."""
+"""The parts of an engine: the model of its role, DeepSpeed around it, the ranks that share its rows."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, config: EngineConfig, *, on_host: bool) ->
         kernel = deepspeed.ops.adam.DeepSpeedCPUAdam if on_host else deepspeed.ops.adam.FusedAdam
         try:
             return kernel(groups, **arguments)
-        except Exception as error:  # a missing compiler shows in many ways
+        except Exception as error:  # a missing compiler shows as many kinds of error
             _warn(f"{kernel.__name__} cannot be built, using torch.optim.AdamW: {error}")
     return torch.optim.AdamW(groups, fused=True, **arguments)
 

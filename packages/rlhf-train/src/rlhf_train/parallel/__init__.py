@@ -1,1 +1,1 @@
-"""Ranks, and what is split over them."""
+"""The training ranks, and the tokens and layers that are cut over them."""

@@ -18,14 +18,14 @@ _control_group: Any = None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Who this process is among the training ranks."""
+    """The place of this process among the training ranks."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
 
     @classmethod
-    def from_environment(cls) -> RankInfo | None:
+    def from_env_vars(cls) -> RankInfo | None:
         """Read the launcher's variables; None if none of them is set (a single rank).
 
         Raises:
@@ -36,8 +36,8 @@ class RankInfo:
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
             raise ConfigError(
-                f"a training rank needs {', '.join(_VARIABLES)} in its environment; missing: {', '.join(missing)}. "
-                "Set them all, or none for a single rank"
+                f"a training rank needs the environment variables {', '.join(_VARIABLES)}; missing: "
+                f"{', '.join(missing)}. Set them all, or none for a single rank"
             )
         try:
             rank, world_size, local_rank = (int(os.environ[name]) for name in _VARIABLES[:3])
@@ -89,14 +89,14 @@ class TrainingRanks:
 
 
 def join_training_ranks(config: EngineConfig, *, timeout_s: float) -> TrainingRanks:
-    """Join the group that the environment names, or form a group of one.
+    """Join the process group that the environment variables name, or form a group of one.
 
     A process joins once and stays until it exits, whatever number of engines it opens: DeepSpeed caches handles of
     the group for the life of the process.
     """
     global _control_group
     _choose_accelerator(config)
-    found = RankInfo.from_environment()
+    found = RankInfo.from_env_vars()
     info = found or RankInfo()
     distributed: Any = torch.distributed
     if not distributed.is_initialized():
@@ -114,7 +114,7 @@ def join_training_ranks(config: EngineConfig, *, timeout_s: float) -> TrainingRa
     if distributed.get_world_size() != info.world_size:
         raise ConfigError(
             f"this process already belongs to a group of {distributed.get_world_size()} ranks, but its environment "
-            f"says WORLD_SIZE={info.world_size}; start a new process for another group"
+            f"variables say WORLD_SIZE={info.world_size}; start a new process for another group"
         )
     if _control_group is None and info.world_size > 1:
         _control_group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -143,7 +143,7 @@ def open_secondary_shards(ranks: TrainingRanks, size: int) -> None:
 
 
 def _choose_accelerator(config: EngineConfig) -> None:
-    """DeepSpeed fixes its accelerator at import, process-wide."""
+    """Choose DeepSpeed's accelerator, which it fixes for the whole process when it is imported."""
     wanted = config.device.split(":")[0]
     if wanted not in ("cpu", "cuda"):
         raise ConfigError(f"the deepspeed engine runs on 'cpu' or 'cuda', got device={config.device!r}")

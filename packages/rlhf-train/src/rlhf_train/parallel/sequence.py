@@ -24,7 +24,7 @@ from rlhf_train.parallel.ranks import TrainingRanks
 
 
 class SequenceGroup:
-    """The ranks that share rows: consecutive ones, `size` of them."""
+    """The ranks that share rows: `size` consecutive ones."""
 
     def __init__(self, ranks: TrainingRanks, *, size: int, setting: str = "sequence_parallel_size") -> None:
         if ranks.size % size:
@@ -108,7 +108,7 @@ class SequenceGroup:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of this rank's tensor goes to rank i; its own derivative is the same exchange."""
+    """An exchange in which part i of this rank's tensor goes to rank i; its derivative is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: SequenceGroup) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def note_full_shapes(model: nn.Module) -> None:
-    """Let sliced parameters tell their shape as a whole (`full_shape`, read by `rlhf_core.adapters.quantized`)."""
+    """Note the shape of the whole on sliced parameters (`full_shape`, which `rlhf_core.outline` reads)."""
     for module in model.modules():
         for name in ("weight", "bias"):
             parameter: Any = getattr(module, name, None)
@@ -21,7 +21,7 @@ def note_full_shapes(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def whole_layers(parameters: Sequence[Any]) -> Iterator[None]:
-    """Inside, sliced parameters have their full values on every rank; all ranks together."""
+    """A context in which sliced parameters have their full values on every rank; all ranks enter it together."""
     sliced = [parameter for parameter in parameters if hasattr(parameter, "gather_params")]
     # ZeRO updates the slices where they lie, in its flat buffers: these very tensors must come back.
     before = [parameter.data for parameter in sliced]

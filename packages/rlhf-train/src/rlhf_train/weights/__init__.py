@@ -1,1 +1,1 @@
-"""Weights out of the engine: to rollout engines, to files, averaged."""
+"""The engine's weights for others: for rollout engines, for files, averaged, merged."""

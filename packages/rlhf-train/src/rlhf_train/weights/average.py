@@ -34,13 +34,13 @@ class AverageWeights:
         return sum(shard.numel() * shard.element_size() for shard in self._shards.values())
 
     def update(self) -> None:
-        """Take the weights of the step just made into the average."""
+        """Count the weights as they are after a step into the average."""
         for name, parameter in self._parameters.items():
             self._shards[name].lerp_(self._own(parameter).float().cpu(), 1 - self.decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model's weights are the average; afterwards they are what they were. All ranks together."""
+        """A context in which the model's weights are the average; all ranks enter it together."""
         before = {name: self._own(p).clone() for name, p in self._parameters.items()}
         self._write(self._shards)
         try:
@@ -53,7 +53,7 @@ class AverageWeights:
         return self._shards
 
     def load(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take up the shards that `len(states)` ranks saved, whatever their number was.
+        """Continue from the shards that `len(states)` ranks saved, whatever their number was.
 
         Raises:
             CheckpointError: they belong to other parameters.

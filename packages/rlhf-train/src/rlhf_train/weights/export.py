@@ -1,4 +1,4 @@
-"""A Transformers directory, and one of adapters, from an engine's weights."""
+"""An engine's weights as a Transformers directory, and its adapters as a directory of peft."""
 
 from __future__ import annotations
 

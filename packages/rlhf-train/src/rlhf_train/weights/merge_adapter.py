@@ -1,4 +1,4 @@
-"""Adapters merged into the model they were trained on: a directory for whoever knows nothing of adapters."""
+"""Adapters merged into the model they were trained on, for programs that know nothing of adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlhf_core import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeConfig:
-    """What `merge_adapter` merges into what."""
+    """Settings of `merge_adapter`."""
 
     adapter: Path
     """Directory that peft wrote, or an engine's export."""

@@ -1,6 +1,6 @@
-"""ZeRO-3 shards from every rank straight to their places in a buffer of rank 0.
+"""ZeRO-3 shards of all ranks brought straight to their places in a buffer of rank 0.
 
-A gather by DeepSpeed makes full copies on all ranks, which only the rank that sends the weights has a use for. Here
+A gather by DeepSpeed makes full copies on all ranks, of which only the rank that sends the weights has a use. Here
 each shard crosses once, from where it lies to where it belongs, and nothing is allocated. Gloo only: over NCCL
 the engine's own all-gather is used, whose cost is small there.
 """

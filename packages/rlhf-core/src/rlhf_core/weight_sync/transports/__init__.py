@@ -1,1 +1,1 @@
-"""Ways for weights to travel."""
+"""Transports: the ways by which weights travel from a trainer to its generators."""

@@ -93,7 +93,7 @@ class _Buffers:
 
 
 class GroupSender:
-    """Rank 0 of the group."""
+    """The sender: rank 0 of the group."""
 
     def __init__(self, link: Link, device: torch.device, board: StoreBoard) -> None:
         self.link, self.device = link, device

@@ -1,4 +1,4 @@
-"""Safetensors files in a directory that both sides see. Slower than the others, and works wherever files do.
+"""Safetensors files in a directory that both sides see. It is the slowest transport, and works wherever files do.
 
     <directory>/<link>/receiver.0, accepted, ...          who takes part
     <directory>/<link>/sync-1/bucket-0.safetensors, ...   one sync; a file appears at once with its content

@@ -28,7 +28,7 @@ class LocalTransport:
 
     @staticmethod
     def join(link: Link, rank: int, device: torch.device) -> LocalReceiver:
-        """Waits until all have joined."""
+        """Wait until all receivers have joined."""
         meeting = _meetings.get(link.address)
         if meeting is None:
             raise WeightSyncError(
@@ -191,4 +191,4 @@ class LocalReceiver:
         return handover
 
     def close(self) -> None:
-        """Nothing to release."""
+        """See Receiver; there is nothing to release."""

@@ -45,7 +45,7 @@ _BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """All a receiver needs to join. Plain data, so that it can travel by any control channel."""
+    """What a receiver needs to join. Plain data, so that it can travel by any control channel."""
 
     kind: str
     address: str
@@ -122,7 +122,7 @@ class Receiver(Protocol):
 
 
 class Transport(Protocol):
-    """A kind of link, as a class without instances."""
+    """A kind of link: a class of which no instances are made."""
 
     @staticmethod
     def open(kind: str, *, receivers: int, host: str | None, device: torch.device, timeout_s: float) -> Sender:
@@ -197,7 +197,7 @@ def release_sender(link: Link) -> None:
 
 @contextlib.contextmanager
 def closed_on_error(sender: Sender) -> Iterator[None]:
-    """Receivers that wait for a sender which failed learn of it by its closing."""
+    """Close the sender if the block fails: that tells receivers which wait for it."""
     try:
         yield
     except BaseException:

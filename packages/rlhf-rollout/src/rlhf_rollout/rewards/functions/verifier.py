@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core import DroppedSample, RewardFunction, Score, Trajectory
+from rlhf_core import Closable, DroppedSample, RewardFunction, Score, Trajectory
 
 from rlhf_rollout.concurrency import gather_or_cancel
 from rlhf_rollout.rewards.functions.isolated import IsolatedRewardConfig, open_function
@@ -36,8 +36,8 @@ class ZeroIfTooSlow:
 
     def close(self) -> None:
         """Close the verifier."""
-        if (close := getattr(self._reward, "close", None)) is not None:
-            close()
+        if isinstance(self._reward, Closable):
+            self._reward.close()
 
 
 def _in_time(score: Score | DroppedSample) -> Score | DroppedSample:
