@@ -35,12 +35,17 @@ from rlhf_algos.advantages.objectives import (
 )
 from rlhf_algos.advantages.registry import ADVANTAGES, make_advantage
 from rlhf_algos.advantages.returns import (
+    Decay,
     WhitenConfig,
     Whitening,
+    between_turns,
     discounted_returns,
     gae,
     length_adaptive_lam,
     spread_scores,
+    turn_ends,
+    turn_gae,
+    turn_starts,
     whiten,
 )
 from rlhf_algos.advantages.reward_shaping import (
@@ -52,7 +57,7 @@ from rlhf_algos.advantages.reward_shaping import (
     token_kl,
 )
 from rlhf_algos.advantages.self_play import RoleBaselines
-from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
+from rlhf_algos.advantages.steps import step_advantages, step_index
 from rlhf_algos.advantages.token_baseline import OptimalTokenAdvantagesConfig, optimal_token_advantages
 from rlhf_algos.config.describe import commented_yaml, json_schema, reference, schema_text
 from rlhf_algos.config.devices import choose_device, choose_dtype
@@ -166,15 +171,16 @@ from rlhf_algos.losses.online.covariance import (
     kl_cov,
     token_covariance,
 )
-from rlhf_algos.losses.online.pretraining import mix_pretraining
+from rlhf_algos.losses.online.pretraining import mix_pretraining, with_likelihood
 from rlhf_algos.losses.online.registry import POLICY_LOSSES, make_policy_loss
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
-from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, DROConfig, SAPOConfig, cispo, dro, sapo
 from rlhf_algos.losses.online.terms import (
     PolicyTermsConfig,
     finish_policy_loss,
     policy_log_ratios,
     policy_mask,
+    policy_weight,
     sequence_log_ratio,
     token_advantages,
 )
@@ -205,7 +211,7 @@ from rlhf_algos.offline.progress import ProgressBar
 from rlhf_algos.offline.teacher import DistillConfig, distill
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
-from rlhf_algos.recipes.ppo import PPO
+from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.model import TorchOptions
@@ -236,8 +242,10 @@ __all__ = [
     "CorrectionMode",
     "DPOConfig",
     "DPPOConfig",
+    "DROConfig",
     "DataSection",
     "DataSource",
+    "Decay",
     "DistillConfig",
     "Divergence",
     "DivergenceConfig",
@@ -250,6 +258,7 @@ __all__ = [
     "Example",
     "FDivergence",
     "FixedKL",
+    "GAEAction",
     "GDPOAdvantagesConfig",
     "GMPOConfig",
     "GPGAdvantagesConfig",
@@ -332,6 +341,7 @@ __all__ = [
     "balanced_weights",
     "bco_shift",
     "best_of_group_advantages",
+    "between_turns",
     "bradley_terry",
     "check_aggregation",
     "check_messages",
@@ -353,6 +363,7 @@ __all__ = [
     "divergence_of_known",
     "dpo",
     "dppo",
+    "dro",
     "dump_config",
     "effective_sample_size",
     "encode_rows",
@@ -405,6 +416,7 @@ __all__ = [
     "placed_rewards",
     "policy_log_ratios",
     "policy_mask",
+    "policy_weight",
     "ppo_clip",
     "preference_examples",
     "process_reward_loss",
@@ -444,11 +456,14 @@ __all__ = [
     "train",
     "triple_examples",
     "turn_ends",
+    "turn_gae",
+    "turn_starts",
     "unpaired_examples",
     "value_clip",
     "vespo",
     "whiten",
     "with_kl_baseline",
+    "with_likelihood",
     "with_sft_divisor",
     "with_system_prompt",
 ]

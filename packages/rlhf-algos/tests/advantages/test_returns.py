@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_algos.advantages.returns import WhitenConfig, discounted_returns, gae, spread_scores, whiten
+from rlhf_algos.advantages.returns import (
+    WhitenConfig,
+    between_turns,
+    discounted_returns,
+    gae,
+    spread_scores,
+    turn_gae,
+    turn_starts,
+    whiten,
+)
 from rlhf_core import ConfigError
 
 MASK = torch.tensor([[False, True, True, True]])
@@ -41,6 +50,44 @@ def test_gae_equals_gae_of_the_sampled_tokens_alone(bits, seed):
     torch.testing.assert_close(returns[mask], dense_returns[0])
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 10_000))
+def test_turns_of_one_token_are_tokens(bits, seed):
+    """With an environment token behind every sampled one, a turn is a token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor([[bit for sampled in bits for bit in (sampled, False)]])
+    rewards, values = torch.randn(2, *mask.shape, generator=generator, dtype=torch.float64)
+    for found, expected in zip(
+        turn_gae(rewards, values, mask, gamma=0.9, lam=0.7),
+        gae(rewards, values, mask, gamma=0.9, lam=0.7),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_turn_gae_by_hand():
+    """Turns (r 1 + 2, V 0.5) and (r 4, V 3); the value inside of the first turn and masked NaN are not read."""
+    mask = torch.tensor([[False, True, True, False, True, False]])
+    rewards = torch.tensor([[math.nan, 1.0, 2.0, math.nan, 4.0, math.nan]])
+    values = torch.tensor([[math.nan, 0.5, 99.0, math.nan, 3.0, math.nan]])
+    advantages, returns = turn_gae(rewards, values, mask, gamma=0.5, lam=0.8)
+    second = 4 - 3
+    first = 3 + 0.5 * 3 - 0.5 + 0.4 * second
+    assert advantages[0].tolist() == pytest.approx([0, first, first, 0, second, 0])
+    assert returns[0].tolist() == pytest.approx([0, first + 0.5, first + 0.5, 0, 4, 0])
+
+
+def test_a_decay_between_turns_alone():
+    """gamma 1 in a turn and 0.5 between turns: half of a reward reaches the tokens of the turn before."""
+    mask = torch.tensor([[True, True, False, True]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 8.0]])
+    gamma = between_turns(mask, 1.0, 0.5)
+    assert gae(rewards, torch.zeros(1, 4), mask, gamma=gamma, lam=1.0)[0].tolist() == [[4, 4, 0, 8]]
+    lam = between_turns(mask, torch.tensor([0.25]), 0.5)
+    assert gae(rewards, torch.zeros(1, 4), mask, lam=lam)[0].tolist() == [[1, 4, 0, 8]]
+    assert turn_starts(mask).int().tolist() == [[1, 0, 0, 1]]
 
 
 def test_masked_nan_does_not_spread():

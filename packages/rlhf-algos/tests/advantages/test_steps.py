@@ -2,7 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_algos.advantages.registry import make_advantage
-from rlhf_algos.advantages.steps import step_advantages, step_index, turn_ends
+from rlhf_algos.advantages.returns import turn_ends
+from rlhf_algos.advantages.steps import step_advantages, step_index
 from rlhf_core import Batch
 
 T, F = True, False

@@ -27,14 +27,16 @@ from rlhf_algos.losses.offline.reward_model import (
 from rlhf_algos.losses.offline.sft import SFTConfig, sft
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
+from rlhf_algos.losses.online.pretraining import with_likelihood
 from rlhf_algos.losses.online.registry import POLICY_LOSSES
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
-from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, DROConfig, SAPOConfig, cispo, dro, sapo
 from rlhf_algos.losses.online.trust_region import DPPOConfig, dppo
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.testing import LossCase, LossInvariances, sample_batch
 from rlhf_core import Loss
 
+LIKELIHOOD = "ppo_likelihood"
 REGULARISED = {"kl_coef": 0.3, "entropy_coef": 0.1}
 
 
@@ -47,6 +49,7 @@ def make(function, config=None, outputs=None):
 POLICY = {
     "ppo": make(ppo_clip, PPOClipConfig(dual_clip=3.0, **REGULARISED)),
     "ppo_seq": make(ppo_clip, PPOClipConfig(aggregation="seq_mean_token_mean", clip_range_high=0.3, **REGULARISED)),
+    LIKELIHOOD: make(ppo_clip, PPOClipConfig(aggregation="seq_mean_token_mean")),
     "ppo_no_empty": make(ppo_clip, PPOClipConfig(aggregation="seq_mean_token_sum", count_empty_rows=False)),
     "dr_grpo": make(
         ppo_clip, PPOClipConfig(aggregation="max_length", max_length=20, kl_gradient="k2", kl_coef=0.1)
@@ -59,6 +62,7 @@ POLICY = {
     "gmpo": make(gmpo, GMPOConfig(**REGULARISED)),
     "cispo": make(cispo, CISPOConfig(ratio_high=1.2)),
     "sapo": make(sapo, SAPOConfig(**REGULARISED)),
+    "dro": make(dro, DROConfig(beta=0.5, **REGULARISED)),
     "prompt_mean": make(ppo_clip, PPOClipConfig(aggregation="prompt_mean", **REGULARISED)),
     "top_entropy": make(ppo_clip, PPOClipConfig(top_entropy=0.4)),
     "opsm": make(ppo_clip, PPOClipConfig(sequence_kl_limit=0.01)),
@@ -133,7 +137,14 @@ def with_pair_columns(name, batch):
     return with_sft_divisor(batch).with_columns(aot_partner=partners)
 
 
+def with_right_answers(batch):
+    """The likelihood of every other response, beside the policy loss."""
+    return with_likelihood(batch, batch["desirable"], 0.1, POLICY[LIKELIHOOD].config)
+
+
 def case_of(name):
+    if name == LIKELIHOOD:
+        return LossCase(POLICY[name], prepare=with_right_answers)
     if name in PAIRS:
         prepare = partial(with_pair_columns, name)
         return LossCase(PAIRS[name], rows_per_unit=2, stop_gradient=name in STOP_GRADIENT, prepare=prepare)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from rlhf_algos.recipes.named import make_recipe
 from rlhf_algos.recipes.ppo import PPO
 from rlhf_core import Batch, ConfigError
 
@@ -111,3 +112,47 @@ def test_refused_settings():
         PPO(whiten_options={"kin": "center"})
     with pytest.raises(ConfigError, match="kl_value_limit"):
         PPO(kl_value_limit=0.0)
+
+
+def test_vapo_learns_its_right_answers_by_heart():
+    """Rows 0 to 2 count 2 + 1 + 2 tokens, rows 1 and 2 are right before shaping: 0.1 * 5 / 3 for each of theirs."""
+    recipe = make_recipe("vapo", {"right_above": 2.0, "shaping": {"normalize": True}})
+    ready, _ = recipe.prepare(batch(), SCORES, IDS, 0.0)
+    assert ready["likelihood_weight"].tolist() == pytest.approx([0.0, 0.1 * 5 / 3, 0.1 * 5 / 3, 0.1 * 5 / 3])
+
+
+def test_a_turn_is_one_action():
+    """Turns of two tokens and of one; 0.5 for the first, the other 1.5 of 2 at the end; the critic says 1."""
+    mask = torch.tensor([[True, True, False, True]])
+    turns = Batch(
+        token_ids=torch.ones(1, 4, dtype=torch.long),
+        attention_mask=torch.ones(1, 4, dtype=torch.bool),
+        response_mask=mask,
+        columns={
+            "values": torch.ones(1, 4),
+            "old_log_probs": torch.zeros(1, 4),
+            "rewards": torch.tensor([[0.0, 0.5, 0.0, 0.0]]),
+        },
+    )
+    recipe = PPO(action="turn", gamma=0.5, lam=1.0, whiten=False)
+    ready, _ = recipe.prepare(turns, torch.tensor([2.0]), torch.tensor([0]), kl_coef=0.0)
+    assert ready["advantages"].tolist() == [[0.25, 0.25, 0.0, 0.5]]
+    assert ready["returns"].tolist() == [[1.25, 1.25, 0.0, 1.5]]
+    with pytest.raises(ConfigError, match="count per turn"):
+        PPO(action="turn", length_alpha=0.05)
+
+
+def test_the_discount_between_turns_is_not_that_between_tokens():
+    """One token a turn, rewards 0 and 1 at the end: discounted once, by the turn and not by the word."""
+    mask = torch.tensor([[True, True, False, True]])
+    turns = Batch(
+        token_ids=torch.ones(1, 4, dtype=torch.long),
+        attention_mask=torch.ones(1, 4, dtype=torch.bool),
+        response_mask=mask,
+        columns={"values": torch.zeros(1, 4), "old_log_probs": torch.zeros(1, 4)},
+    )
+    recipe = PPO(gamma=1.0, lam=1.0, turn_gamma=0.5, whiten=False)
+    ready, _ = recipe.prepare(turns, torch.tensor([1.0]), torch.tensor([0]), kl_coef=0.0)
+    assert ready["advantages"].tolist() == [[0.5, 0.5, 0.0, 1.0]]
+    ready, _ = PPO(turn_lam=0.5, lam=1.0, whiten=False).prepare(turns, torch.tensor([1.0]), torch.tensor([0]), 0.0)
+    assert ready["returns"].tolist() == [[0.5, 0.5, 0.0, 1.0]]

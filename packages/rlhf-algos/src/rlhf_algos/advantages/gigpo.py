@@ -11,9 +11,8 @@ from rlhf_core import Batch, ConfigError
 from torch import Tensor
 
 from rlhf_algos.advantages.groups import GRPOAdvantagesConfig, grpo_advantages
-from rlhf_algos.advantages.returns import spread_scores
+from rlhf_algos.advantages.returns import spread_scores, turn_ends, turn_starts
 from rlhf_algos.advantages.reward_shaping import placed_rewards
-from rlhf_algos.advantages.steps import turn_ends
 from rlhf_algos.choices import check_choices
 
 
@@ -71,8 +70,7 @@ def gigpo_advantages(
 def _turns(batch: Batch) -> tuple[Int[Tensor, "turns 2"], Int[Tensor, "rows length"]]:
     """Row and first position of every turn in order, and the number of the turn that each token belongs to."""
     mask = batch.response_mask
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
-    starts = mask & ~before
+    starts = turn_starts(mask)
     number = starts.flatten().long().cumsum(0).view(mask.shape) - 1
     return starts.nonzero(), number.clamp(min=0)
 

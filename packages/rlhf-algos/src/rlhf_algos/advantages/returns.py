@@ -29,18 +29,22 @@ EpsMode = Literal["add", "clamp"]
 """How `eps` guards the variance: `add` (var + eps, verl and TRL's PPO) or `clamp` (max(var, eps), OpenRLHF)."""
 
 
+Decay = float | Float[Tensor, " rows"] | Float[Tensor, "rows length"]
+"""One for all, one for each row, or one from each token to the next sampled one."""
+
+
 def gae(
     rewards: Float[Tensor, "rows length"],
     values: Float[Tensor, "rows length"],
     response_mask: Bool[Tensor, "rows length"],
     *,
-    gamma: float = 1.0,
-    lam: float | Float[Tensor, " rows"] = 0.95,
+    gamma: Decay = 1.0,
+    lam: Decay = 0.95,
 ) -> tuple[Float[Tensor, "rows length"], Float[Tensor, "rows length"]]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns, zero where masked.
 
     A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t, where `next` is the next *sampled* token
-    and V after the last one is 0. returns = advantages + values. `lam` may differ from row to row.
+    and V after the last one is 0. returns = advantages + values. See `Decay` for `gamma` and `lam`.
 
     >>> mask = torch.tensor([[False, True, False, True]])
     >>> gae(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 4), mask, lam=0.5)[0]
@@ -51,11 +55,75 @@ def gae(
     advantage = next_value = values.new_zeros(values.shape[0])
     for position in reversed(range(values.shape[1])):
         sampled = response_mask[:, position]
-        delta = rewards[:, position] + gamma * next_value - values[:, position]
-        advantage = torch.where(sampled, delta + gamma * lam * advantage, advantage)
+        discount, decay = _at(gamma, position), _at(lam, position)
+        delta = rewards[:, position] + discount * next_value - values[:, position]
+        advantage = torch.where(sampled, delta + discount * decay * advantage, advantage)
         next_value = torch.where(sampled, values[:, position], next_value)
         advantages[:, position] = torch.where(sampled, advantage, 0.0)
     return advantages, (advantages + values).masked_fill(~response_mask, 0)
+
+
+def _at(decay: Decay, position: int) -> float | Tensor:
+    return decay[:, position] if isinstance(decay, Tensor) and decay.dim() == 2 else decay
+
+
+def turn_starts(response_mask: Bool[Tensor, "rows length"]) -> Bool[Tensor, "rows length"]:
+    """True on the first token of each turn, a run of sampled tokens.
+
+    >>> turn_starts(torch.tensor([[False, True, True, False, True]])).int()
+    tensor([[0, 1, 0, 0, 1]], dtype=torch.int32)
+    """
+    return response_mask & ~torch.nn.functional.pad(response_mask[:, :-1], (1, 0), value=False)
+
+
+def turn_ends(response_mask: Bool[Tensor, "rows length"]) -> Bool[Tensor, "rows length"]:
+    """True on the last token of each turn.
+
+    >>> turn_ends(torch.tensor([[False, True, True, False, True]])).int()
+    tensor([[0, 0, 1, 0, 1]], dtype=torch.int32)
+    """
+    return response_mask & ~torch.nn.functional.pad(response_mask[:, 1:], (0, 1), value=False)
+
+
+def between_turns(
+    response_mask: Bool[Tensor, "rows length"], inside: float | Float[Tensor, " rows"], between: float
+) -> Float[Tensor, "rows length"]:
+    """A decay for `gae` that is another one from the last token of a turn to the next turn than inside of turns.
+
+    Discounting by turns and not by words is what Verlog (2025) calls dual discounting.
+
+    >>> between_turns(torch.tensor([[True, True, False, True]]), 1.0, 0.5)
+    tensor([[1.0000, 0.5000, 1.0000, 0.5000]])
+    """
+    inside = torch.as_tensor(inside).reshape(-1, 1).expand(response_mask.shape).to(response_mask.device)
+    return torch.where(turn_ends(response_mask), between, inside)
+
+
+def turn_gae(
+    rewards: Float[Tensor, "rows length"],
+    values: Float[Tensor, "rows length"],
+    response_mask: Bool[Tensor, "rows length"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Float[Tensor, "rows length"], Float[Tensor, "rows length"]]:
+    """GAE with a whole turn as one action: advantages and returns, equal on all tokens of a turn (2512.17008).
+
+    A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k for the k-th turn, with the sum r_k of
+    its rewards and the value V_k at its first token; `gamma` and `lam` count per turn. returns = A_k + V_k, so that
+    the critic learns at every token of a turn what it should have said at the first.
+
+    >>> rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0]])
+    >>> mask = torch.tensor([[True, True, False, True]])
+    >>> turn_gae(rewards, torch.zeros(1, 4), mask, gamma=0.5, lam=1.0)[0]
+    tensor([[2., 2., 0., 2.]])
+    """
+    starts = turn_starts(response_mask)
+    place = torch.where(starts, torch.arange(response_mask.shape[1], device=starts.device), 0).cummax(dim=1).values
+    earned = torch.zeros_like(values).scatter_add(1, place, rewards.masked_fill(~response_mask, 0).to(values.dtype))
+    both = gae(earned, values, starts, gamma=gamma, lam=lam)
+    advantages, returns = (x.gather(1, place).masked_fill(~response_mask, 0) for x in both)
+    return advantages, returns
 
 
 def length_adaptive_lam(response_mask: Bool[Tensor, "rows length"], alpha: float = 0.05) -> Float[Tensor, " rows"]:

@@ -12,17 +12,8 @@ from torch import Tensor
 
 from rlhf_algos.advantages.estimator import Advantage
 from rlhf_algos.advantages.groups import group_sum
+from rlhf_algos.advantages.returns import turn_ends
 from rlhf_algos.advantages.reward_shaping import placed_rewards
-
-
-def turn_ends(response_mask: Bool[Tensor, "rows length"]) -> Bool[Tensor, "rows length"]:
-    """True on the last sampled token of each turn.
-
-    >>> turn_ends(torch.tensor([[False, True, True, False, True]])).int()
-    tensor([[0, 0, 1, 0, 1]], dtype=torch.int32)
-    """
-    following = torch.nn.functional.pad(response_mask[:, 1:], (0, 1), value=False)
-    return response_mask & ~following
 
 
 def step_index(

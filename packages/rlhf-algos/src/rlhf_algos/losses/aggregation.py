@@ -18,8 +18,8 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
   `seq-mean-token-mean`).
 - `seq_mean_token_sum`: sum over each response, mean over responses (REINFORCE, TRL's `luspo`).
 - `max_length`: sum over each response divided by a constant, mean over responses (Dr. GRPO; TRL's `dr_grpo` with
-  the largest completion length). verl's `seq-mean-token-sum-norm` divides the sum by a constant alone (the padded
-  width of the batch unless told otherwise), not by the number of responses: it is this one times that number.
+  the largest completion length; verl's `seq-mean-token-sum-norm` since 2026-02-26, with the padded width of the
+  batch unless told otherwise; before, it divided by that alone and not by the number of responses).
 - `prompt_mean`: mean over all tokens of the responses to a prompt, then over prompts (ScaleRL; for policy losses).
 """
 

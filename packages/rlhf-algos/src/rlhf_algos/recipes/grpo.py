@@ -99,6 +99,7 @@ class GRPO(PolicyRecipe):
         certain tokens (see `step_advantages`), and what the estimator asks for.
         """
         batch = with_old_log_probs(batch, self.old_log_probs)
+        raw_scores = scores
         scores, batch, metrics = shape_scores(scores, batch, self.shaping, has_baseline=True)
         metrics |= _group_metrics(scores, group_ids)
         if self.kl_in != "reward":
@@ -114,7 +115,7 @@ class GRPO(PolicyRecipe):
         if self.whiten:
             config = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
             advantages = whiten(advantages, batch.response_mask, config)
-        return self.finish(batch.with_columns(advantages=advantages), group_ids, metrics | kl)
+        return self.finish(batch.with_columns(advantages=advantages), raw_scores, group_ids, metrics | kl)
 
     def _discounted(
         self, advantages: Float[Tensor, "rows length"], batch: Batch, kl_coef: float

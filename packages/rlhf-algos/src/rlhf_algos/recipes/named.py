@@ -19,7 +19,12 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
     "ppo": (PPO, {}),
     "vapo": (
         PPO,
-        {"loss_options": {"clip_range": 0.2, "clip_range_high": 0.28}, "lam_critic": 1.0, "length_alpha": 0.05},
+        {
+            "loss_options": {"clip_range": 0.2, "clip_range_high": 0.28},
+            "lam_critic": 1.0,
+            "length_alpha": 0.05,
+            "likelihood_coef": 0.1,
+        },
     ),
     "grpo": (GRPO, {"loss_options": _SEQUENCE_MEAN, "kl_coef": 0.001}),
     "dr_grpo": (
@@ -49,6 +54,7 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
             "old_log_probs": "sampler",
         },
     ),
+    "dro": (GRPO, {"loss": "dro", "advantage_options": {"scale": "none"}}),
     "dppo": (GRPO, {"loss": "dppo", "old_log_probs": "sampler"}),
     "vespo": (GRPO, {"loss": "vespo"}),
     "kl_cov": (GRPO, {"loss": "kl_cov"}),

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Float, Int
 from rlhf_core import Batch, ConfigError, Loss, config_from, mean_of
 from torch import Tensor
 
-from rlhf_algos.advantages.returns import WhitenConfig, gae, length_adaptive_lam, whiten
+from rlhf_algos.advantages.returns import (
+    WhitenConfig,
+    between_turns,
+    gae,
+    length_adaptive_lam,
+    turn_gae,
+    whiten,
+)
 from rlhf_algos.advantages.reward_shaping import placed_rewards, shape_scores
+from rlhf_algos.choices import check_choices
 from rlhf_algos.kl import KLEstimator
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.recipes.recipe import KLPlace, Metrics, PolicyRecipe, reference_kl, with_old_log_probs
+
+GAEAction = Literal["token", "turn"]
+"""What GAE takes for one action: a `token`, or a whole `turn` between two answers of the environment, whose tokens
+then have one advantage (see `turn_gae`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +41,14 @@ class PPO(PolicyRecipe):
     """Decay of GAE per sampled token."""
     lam_critic: float | None = None
     """Decay of GAE for the critic's returns; None means lam. 1 trains it on what was earned (VC-PPO, VAPO:
-    decoupled GAE), which with some steps of the critic alone at the start is their value pretraining."""
+    decoupled GAE), which with steps of the critic alone at the start (`train.critic_warmup_steps`; VAPO: 50) is
+    their value pretraining."""
+    action: GAEAction = "token"
+    """See `GAEAction`."""
+    turn_gamma: float | None = None
+    """Discount from the last token of a turn to the next turn; None means gamma (see `between_turns`)."""
+    turn_lam: float | None = None
+    """Decay from the last token of a turn to the next turn; None means lam."""
     length_alpha: float | None = None
     """The decay for the policy follows the length of the response in place of lam (see `length_adaptive_lam`);
     VAPO: 0.05. None switches it off."""
@@ -44,11 +63,18 @@ class PPO(PolicyRecipe):
 
     def __post_init__(self) -> None:
         PolicyRecipe.__post_init__(self)
-        for name in ("gamma", "lam", "lam_critic"):
+        check_choices("PPO", self, action=GAEAction)
+        for name in ("gamma", "lam", "lam_critic", "turn_gamma", "turn_lam"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"PPO: {name} must be in [0, 1], got {getattr(self, name)}")
         if self.length_alpha is not None and self.length_alpha <= 0:
             raise ConfigError(f"PPO: length_alpha must be positive, got {self.length_alpha}; 0.05 is VAPO's")
+        by_token = (self.length_alpha, self.turn_gamma, self.turn_lam)
+        if self.action == "turn" and any(value is not None for value in by_token):
+            raise ConfigError(
+                "PPO: with action: turn, gamma and lam count per turn; leave out length_alpha, turn_gamma and "
+                "turn_lam"
+            )
         config_from(WhitenConfig, self.whiten_options, what="whiten_options")
         self.value_loss()
 
@@ -76,6 +102,7 @@ class PPO(PolicyRecipe):
         at certain tokens.
         """
         batch = with_old_log_probs(batch, self.old_log_probs)
+        raw_scores = scores
         scores, batch, metrics = shape_scores(scores, batch, self.shaping)
         mask = batch.response_mask
         if self.kl_in != "reward":
@@ -91,11 +118,21 @@ class PPO(PolicyRecipe):
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, WhitenConfig(kind="keep_mean", unbiased=whitening.unbiased))
         lam = self.lam if self.length_alpha is None else length_adaptive_lam(mask, self.length_alpha)
-        advantages, returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=lam)
+        advantages, returns = self._gae(rewards, batch["values"], mask, lam)
         if self.lam_critic is not None:
-            returns = gae(rewards, batch["values"], mask, gamma=self.gamma, lam=self.lam_critic)[1]
+            returns = self._gae(rewards, batch["values"], mask, self.lam_critic)[1]
         metrics["advantage_before_whitening"] = mean_of(advantages, mask)
         if self.whiten:
             advantages = whiten(advantages, mask, whitening)
         batch = batch.with_columns(advantages=advantages, returns=returns, old_values=batch["values"])
-        return self.finish(batch, group_ids, metrics)
+        return self.finish(batch, raw_scores, group_ids, metrics)
+
+    def _gae(self, rewards: Tensor, values: Tensor, mask: Tensor, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        if self.action == "turn":
+            return turn_gae(rewards, values, mask, gamma=self.gamma, lam=float(lam))
+        gamma: float | Tensor = self.gamma
+        if self.turn_gamma is not None:
+            gamma = between_turns(mask, gamma, self.turn_gamma)
+        if self.turn_lam is not None:
+            lam = between_turns(mask, lam, self.turn_lam)
+        return gae(rewards, values, mask, gamma=gamma, lam=lam)

@@ -16,6 +16,7 @@ from rlhf_algos.advantages.groups import group_sum
 from rlhf_algos.advantages.reward_shaping import RewardShaping, token_kl
 from rlhf_algos.choices import check_choices
 from rlhf_algos.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, kl_estimate
+from rlhf_algos.losses.online.pretraining import with_likelihood
 from rlhf_algos.losses.online.registry import make_policy_loss
 from rlhf_algos.losses.online.terms import PolicyTermsConfig
 from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy
@@ -125,6 +126,10 @@ class PolicyRecipe:
     """Importance weights against the sampler's log-probs."""
     old_log_probs: OldLogProbs = "trainer"
     """See `OldLogProbs`."""
+    likelihood_coef: float = 0.0
+    """Weight of the negative log-likelihood of the right responses beside the policy loss (VAPO: 0.1)."""
+    right_above: float = 0.0
+    """A response is right, for `likelihood_coef`, with a score above this, before any shaping."""
 
     def __post_init__(self) -> None:
         check_choices("recipe", self, kl_in=KLPlace, kl_estimator=KLEstimator, old_log_probs=OldLogProbs)
@@ -142,6 +147,13 @@ class PolicyRecipe:
         for name in ("kl_value_limit", "kl_log_ratio_limit"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"recipe: {name} must be positive, got {getattr(self, name)}")
+        if self.likelihood_coef < 0:
+            raise ConfigError(f"recipe: likelihood_coef must not be negative, got {self.likelihood_coef}")
+        if self.likelihood_coef and not isinstance(self.policy_loss().config, PolicyTermsConfig):
+            raise ConfigError(
+                f"recipe: likelihood_coef is a term of our own policy losses, which {self.loss!r} is not; derive "
+                "its config from rlhf_algos.PolicyTermsConfig and end it with finish_policy_loss"
+            )
         for name in sorted({"kl_coef", *self._kl_options()} & set(self.loss_options)):
             raise ConfigError(f"recipe: write {name} beside loss_options, not inside")
         self.policy_loss()
@@ -193,13 +205,24 @@ class PolicyRecipe:
             log_ratio_limit=self.kl_log_ratio_limit,
         )
 
-    def finish(self, batch: Batch, group_ids: Int[Tensor, " rows"], metrics: Metrics) -> tuple[Batch, Metrics]:
-        """Importance weights and the columns of the loss, once `advantages` are there."""
+    def finish(
+        self, batch: Batch, scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], metrics: Metrics
+    ) -> tuple[Batch, Metrics]:
+        """Importance weights and the columns of the loss, once `advantages` are there.
+
+        Args:
+            batch: the whole global batch.
+            scores: as they came, before any shaping.
+            group_ids: equal for responses to the same prompt.
+            metrics: so far.
+        """
         batch, metrics = _finish(batch, self.off_policy, metrics)
         batch = batch.with_columns(prompt_tokens=prompt_tokens(group_ids, batch))
         loss = self.policy_loss()
         if isinstance(loss.config, PolicyTermsConfig):
             batch = loss.config.add_columns(batch)
+            if self.likelihood_coef:
+                batch = with_likelihood(batch, scores > self.right_above, self.likelihood_coef, loss.config)
         elif add_columns := getattr(loss.function, "add_columns", None):
             batch = add_columns(batch, loss.config)
         return batch, metrics

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
-from rlhf_algos.losses.online.pretraining import mix_pretraining
+from rlhf_algos.losses.online.pretraining import mix_pretraining, with_likelihood
 from rlhf_core import Batch, ConfigError, Loss, ModelOutputs, accumulate
 
 
@@ -64,3 +64,32 @@ def test_pairs_are_refused():
     )
     with pytest.raises(ConfigError, match="single rows"):
         mix_pretraining(pairs, pairs, 0.1, PPOClipConfig())
+
+
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+@pytest.mark.parametrize("max_tokens", [4, 100])
+def test_policy_mean_plus_coef_times_the_likelihood_of_right_answers(how, max_tokens):
+    """Three tokens of right answers at log-prob -1: their mean negative log-likelihood is 1, whatever the mean."""
+    config = PPOClipConfig(aggregation=how)
+    batch = rows(
+        [[0, 1, 1], [0, 1, 0], [0, 0, 1]],
+        advantages=torch.zeros(3),
+        old_log_probs=torch.full((3, 3), -1.0),
+    )
+    right = torch.tensor([True, False, True])
+    result = accumulate(
+        with_likelihood(batch, right, 0.1, config),
+        Loss(function=ppo_clip, config=config),
+        forward=forward,
+        backward=lambda loss, last: loss.backward(),
+        max_tokens=max_tokens,
+    )
+    assert result.loss == pytest.approx(0.1)
+    assert result.metrics["likelihood_loss"].value == pytest.approx(1.0)
+    assert result.metrics["likelihood_loss"].weight == 3
+
+
+def test_no_right_answer_adds_nothing():
+    batch = rows([[0, 1, 1]], advantages=torch.ones(1), old_log_probs=torch.full((1, 3), -1.0))
+    weight = with_likelihood(batch, torch.tensor([False]), 0.1, PPOClipConfig())["likelihood_weight"]
+    assert weight.tolist() == [0.0]

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, DROConfig, SAPOConfig, cispo, dro, sapo
 from rlhf_core import Batch, ConfigError, ModelOutputs
 
 MASK = torch.tensor([[False, True, True]])
@@ -58,3 +58,13 @@ def test_refused_settings():
         CISPOConfig(ratio_low=2.0, ratio_high=1.0)
     with pytest.raises(ConfigError, match="temperatures"):
         SAPOConfig(temperature_positive=0.0)
+
+
+def test_dro_draws_back_to_the_sampler():
+    log_probs, terms = run(dro, DROConfig(beta=0.5))
+    up, down = math.log(1.5), math.log(0.5)
+    expected = -2 * (up - 1) + (down - 1) + 0.25 * (up**2 + down**2)
+    assert float(terms.total.detach()) == pytest.approx(expected)
+    assert log_probs.grad[0].tolist() == pytest.approx([0, -2 + 0.5 * up, 1 + 0.5 * down])
+    with pytest.raises(ConfigError, match="beta must be positive"):
+        DROConfig(beta=0)

@@ -10,7 +10,7 @@ from rlhf_core import ConfigError, Loss, LossFunction, config_from, did_you_mean
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ReinforceConfig, ppo_clip, reinforce
 from rlhf_algos.losses.online.covariance import ClipCovConfig, KLCovConfig, clip_cov, kl_cov
 from rlhf_algos.losses.online.sequence import GMPOConfig, GSPOConfig, VESPOConfig, gmpo, gspo, vespo
-from rlhf_algos.losses.online.soft_clip import CISPOConfig, SAPOConfig, cispo, sapo
+from rlhf_algos.losses.online.soft_clip import CISPOConfig, DROConfig, SAPOConfig, cispo, dro, sapo
 from rlhf_algos.losses.online.terms import PolicyTermsConfig
 from rlhf_algos.losses.online.trust_region import DPPOConfig, dppo
 from rlhf_algos.own_function import load_own_function, own_config
@@ -22,6 +22,7 @@ POLICY_LOSSES: Mapping[str, tuple[LossFunction, type[PolicyTermsConfig]]] = {
     "gmpo": (gmpo, GMPOConfig),
     "cispo": (cispo, CISPOConfig),
     "sapo": (sapo, SAPOConfig),
+    "dro": (dro, DROConfig),
     "dppo": (dppo, DPPOConfig),
     "vespo": (vespo, VESPOConfig),
     "kl_cov": (kl_cov, KLCovConfig),

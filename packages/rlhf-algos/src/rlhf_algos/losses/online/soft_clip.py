@@ -1,4 +1,4 @@
-"""Policy losses in which no token loses its whole gradient: CISPO and SAPO. Columns as in `policy_losses`."""
+"""Policy losses in which no token loses its whole gradient: CISPO, SAPO and DRO. Columns as for `ppo_clip`."""
 
 from __future__ import annotations
 
@@ -79,3 +79,29 @@ def sapo(outputs: ModelOutputs, batch: Batch, config: SAPOConfig) -> LossTerms:
     sigmoid = torch.sigmoid(tau * (ratio - 1))
     metrics = {"gate": mean_of(4 * sigmoid * (1 - sigmoid), policy_mask(batch))}
     return finish_policy_loss(-advantages * sigmoid * 4 / tau, outputs, batch, config, metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DROConfig(PolicyTermsConfig):
+    """Configuration of `dro`."""
+
+    beta: float = 0.1
+    """Weight of half the squared log-ratio (tau in the papers; verl's `dro_beta`, which has no default)."""
+
+    def __post_init__(self) -> None:
+        PolicyTermsConfig.__post_init__(self)
+        if self.beta <= 0:
+            raise ConfigError(f"dro: beta must be positive, got {self.beta}")
+
+
+def dro(outputs: ModelOutputs, batch: Batch, config: DROConfig) -> LossTerms:
+    """Direct reward optimisation (Richemond et al. 2024, 2405.19107; Kimi k1.5, 2501.12599), per token as in verl.
+
+    loss_t = -A_t log_probs_t + beta log(r_t)^2 / 2: no ratio multiplies the advantage and nothing is clipped; the
+    square draws the policy back to the one that sampled. Metrics: those of `finish_policy_loss`.
+    """
+    mask = policy_mask(batch)
+    log_ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit)
+    log_probs = outputs.log_probs.masked_fill(~mask, 0)  # type: ignore[union-attr]
+    per_token = -token_advantages(batch) * log_probs + config.beta / 2 * log_ratio.square()
+    return finish_policy_loss(per_token, outputs, batch, config, {})

@@ -122,7 +122,8 @@ def finish_policy_loss(
 
     Columns read if present: `importance_weights` [rows, length] (see `OffPolicyCorrection`), multiplied onto the
     policy term only; `ref_log_probs` [rows, length] if `kl_coef` is not 0; `prompt_tokens` [rows] for the
-    aggregation `prompt_mean`; `ptx_coef` [rows] (see `mix_pretraining`).
+    aggregation `prompt_mean`; `ptx_coef` [rows] (see `mix_pretraining`); `likelihood_weight` [rows] (see
+    `with_likelihood`).
 
     Args:
         per_token: the policy term.
@@ -168,6 +169,8 @@ def finish_policy_loss(
         raise ConfigError("entropy_coef is set but the engine was not asked for 'entropy'; add it to Loss.outputs")
     if "ptx_coef" in batch:
         total = total + _ptx_term(outputs, batch, metrics)
+    if "likelihood_weight" in batch:
+        total = total + _likelihood_term(outputs, batch, metrics)
     return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
 
 
@@ -235,6 +238,28 @@ def _ptx_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Mean]) -> 
     mask = batch.response_mask & (coef != 0)
     metrics["ptx_loss"] = mean_of(-outputs.log_probs, mask)  # type: ignore[operator]
     return masked_sum(-outputs.log_probs * coef, mask)  # type: ignore[operator]
+
+
+def _likelihood_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Mean]) -> Tensor:
+    weight = batch["likelihood_weight"].unsqueeze(1)
+    mask = policy_mask(batch) & (weight != 0)
+    metrics["likelihood_loss"] = mean_of(-outputs.log_probs, mask)  # type: ignore[operator]
+    return masked_sum(-outputs.log_probs * weight, mask)  # type: ignore[operator]
+
+
+def policy_weight(batch: Batch, config: PolicyTermsConfig) -> float:
+    """The weight that the policy term of this batch has: what a step divides its sum by."""
+    prompt_tokens = batch.columns.get("prompt_tokens")
+    return float(
+        aggregate(
+            torch.zeros(batch.token_ids.shape, dtype=torch.float64),
+            batch.response_mask.cpu(),
+            config.aggregation,
+            max_length=config.max_length,
+            count_empty_rows=config.count_empty_rows,
+            prompt_tokens=prompt_tokens if prompt_tokens is None else prompt_tokens.cpu(),
+        )[1]
+    )
 
 
 def sequence_log_ratio(
