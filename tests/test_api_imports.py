@@ -1,6 +1,7 @@
 """Who is outside a package imports from its top, or from a folder that is public by name."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ PUBLIC_FOLDERS = {
 """Packages whose top is their whole API, and the folders beside it that others may import from."""
 
 
+@functools.cache
 def imported_modules(path):
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
+            found.append(node.module)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
+    return found
 
 
 def outsiders(package):

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import rlhf_algos
 
 API = Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8").split()
@@ -34,6 +35,7 @@ def test_every_registered_name_has_its_function_and_config_in_the_api():
     assert not missing
 
 
+@pytest.mark.stack
 def test_importing_the_package_imports_nothing_optional():
     script = (
         "import sys, rlhf_algos\n"

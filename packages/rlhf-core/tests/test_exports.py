@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import rlhf_core
 import rlhf_core.errors
 
@@ -67,6 +68,7 @@ def test_the_error_tree_in_the_docstring_is_the_real_one():
     assert drawn == list(draw(rlhf_core.RLHFError))
 
 
+@pytest.mark.stack
 def test_importing_it_imports_no_optional_dependency():
     code = (
         "import sys, rlhf_core, rlhf_core.testing; "

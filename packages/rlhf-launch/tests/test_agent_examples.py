@@ -29,6 +29,7 @@ def run(example, model, tasks_of, *, steps):
     return results
 
 
+@pytest.mark.stack
 def test_the_guessing_game_runs_turn_by_turn_and_improves(examples, tmp_path):
     game = examples["guessing"]
     game.make_model(tmp_path, seed=0)
@@ -45,6 +46,7 @@ def test_the_guessing_game_runs_turn_by_turn_and_improves(examples, tmp_path):
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
+@pytest.mark.stack
 def test_the_calculator_is_called_through_the_chat_template(examples, tmp_path):
     calculator = examples["calculator"]
     fast = calculator.tokenizer()

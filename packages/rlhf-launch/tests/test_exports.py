@@ -134,6 +134,7 @@ def test_importing_the_package_imports_nothing_heavy():
     assert loaded_after("import rlhf_launch") == "[]"
 
 
+@pytest.mark.stack
 def test_no_public_name_needs_ray_vllm_or_deepspeed():
     found = loaded_after("import rlhf_launch\nfor name in rlhf_launch.__all__: getattr(rlhf_launch, name)")
     assert not {"ray", "vllm", "deepspeed", "matplotlib"} & set(ast.literal_eval(found))

@@ -21,6 +21,7 @@ def in_a_cell(function, *arguments, **options):
     return asyncio.run(cell())
 
 
+@pytest.mark.stack
 def test_train_calls_back_and_says_what_it_left(settings, make_config):
     seen = []
 

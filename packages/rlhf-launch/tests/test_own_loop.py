@@ -19,6 +19,7 @@ def example():
     return module
 
 
+@pytest.mark.stack
 def test_the_reward_rises(tmp_path):
     async def cell():
         return example().train(save_tiny_model(tmp_path / "model"), steps=16)

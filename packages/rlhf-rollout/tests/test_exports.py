@@ -88,6 +88,7 @@ def test_all_is_sorted_and_pinned():
     assert all(hasattr(rlhf_rollout, name) for name in rlhf_rollout.__all__)
 
 
+@pytest.mark.stack
 def test_importing_it_imports_no_optional_dependency():
     names = "transformers vllm math_verify sympy ray pytest starlette uvicorn openai aiohttp httpx tenacity"
     unwanted = names.split()

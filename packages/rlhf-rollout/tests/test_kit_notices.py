@@ -113,6 +113,7 @@ def test_a_pause_that_does_nothing(start, monkeypatch):
         kit.test_requests_wait_while_paused(start())
 
 
+@pytest.mark.stack
 def test_an_abort_that_waits_for_the_end(start, monkeypatch):
     pause = DecodingLoop.pause
 

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import pytest
 import rlhf_train
 
 
@@ -16,6 +17,7 @@ def test_the_public_names_are_pinned():
     ]
 
 
+@pytest.mark.stack
 def test_importing_the_package_imports_no_heavy_one():
     code = "import rlhf_train, sys; print([m for m in ('deepspeed', 'transformers', 'peft') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -381,6 +381,7 @@ def test_bad_configurations(make, fields, part):
         make("dpo", **fields)
 
 
+@pytest.mark.stack
 def test_a_student_comes_to_say_what_its_teacher_says(make):
     config = make("distill", train__epochs=30, train__optimizer__learning_rate=1e-2)
     train(config)

@@ -140,6 +140,7 @@ def test_help_reads_well():
         assert word in result.output
 
 
+@pytest.mark.stack
 def test_mistakes_are_found_before_anything_heavy_is_imported(settings, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))

@@ -67,6 +67,7 @@ def test_without_a_reward_there_are_no_scores(config):
     assert "score" not in read(config)["0"]["samples"][0]
 
 
+@pytest.mark.stack
 def test_killed_and_started_again_it_writes_what_an_uninterrupted_run_writes(config, settings, tmp_path):
     (tmp_path / "slow_rewards.py").write_text(SLOW_REWARD)
     settings = settings | {"reward": {"function": "slow_rewards:slow"}}

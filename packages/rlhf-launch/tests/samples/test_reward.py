@@ -211,6 +211,7 @@ def all_kinds(folder, tmp_path_factory, scoring_server):
     return [row for row in rows if "reward" in row], asked
 
 
+@pytest.mark.stack
 def test_the_score_is_the_weighted_sum_of_the_parts(all_kinds):
     rows, _ = all_kinds
     assert len(rows) == 2
@@ -243,6 +244,7 @@ def test_a_missing_column_stops_a_run_before_anything_is_loaded(settings, make_c
         check_inputs(config)
 
 
+@pytest.mark.stack
 def test_faults_of_every_part_lose_no_sample_and_count_none_twice(settings, make_config, scoring_server):
     """The service fails, stalls and hangs up; a function raises for some samples and says NaN for others."""
     from launch_rewards import kind_of

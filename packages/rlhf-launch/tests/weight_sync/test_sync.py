@@ -134,6 +134,7 @@ def test_every_engine_gets_all_weights_over_one_link(start, kind, checksums):
     assert stack.pool.weight_versions() == [2, 2, 2]
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("kind", ["local", "gloo"])
 def test_without_a_dead_engine_the_others_get_the_weights(start, kind):
     stack = start(transports=(kind,))
@@ -154,6 +155,7 @@ def test_without_a_dead_engine_the_others_get_the_weights(start, kind):
     assert [len(backend.requests) for backend in stack.backends] == [2, 0, 2]
 
 
+@pytest.mark.stack
 def test_when_all_are_dead_the_cause_is_named(start):
     stack = start(2)
     for backend in stack.backends:
@@ -162,6 +164,7 @@ def test_when_all_are_dead_the_cause_is_named(start):
         stack.sync(1)
 
 
+@pytest.mark.stack
 def test_a_new_engine_is_brought_to_the_version_of_the_others(start):
     stack = start()
     with pytest.raises(WeightSyncError, match="no engine has weights"):
@@ -180,6 +183,7 @@ def test_a_new_engine_is_brought_to_the_version_of_the_others(start):
     assert all(stack.up_to_date(engine) for engine in range(3))
 
 
+@pytest.mark.stack
 def test_a_failed_transfer_is_tried_again_and_then_given_up(start):
     stack = start()
     stack.backends[2].fate = WeightSyncError("a hiccup")
@@ -196,6 +200,7 @@ def test_a_failed_transfer_is_tried_again_and_then_given_up(start):
     assert stack.sync.version is None
 
 
+@pytest.mark.stack
 def test_delta_syncs_start_full_and_are_full_again_after_a_failure(start):
     stack = start(delta="tensors")
     assert not stack.sync(1).partial

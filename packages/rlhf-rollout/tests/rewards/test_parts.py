@@ -72,12 +72,14 @@ def test_a_function_with_options_and_a_renamed_column(make):
         PythonReward(lambda completion, answer: 1.0, columns={"answr": "gold"})
 
 
+@pytest.mark.stack
 def test_a_function_that_is_not_there_is_refused_when_it_is_made(child_path):
     for isolated in (False, True):
         with pytest.raises(PluginError, match="nowhere"):
             FunctionRewardConfig(function="nowhere:f", isolated=isolated).make("x")
 
 
+@pytest.mark.stack
 def test_isolated_mathematics_scores_what_takes_for_ever_with_zero(make):
     reward, columns = make(MathRewardConfig(timeout_s=4.0))
     assert columns == {"answer"}
@@ -87,6 +89,7 @@ def test_isolated_mathematics_scores_what_takes_for_ever_with_zero(make):
     assert [one.components["too_slow"] for one in found] == [0.0, 1.0]
 
 
+@pytest.mark.stack
 def test_isolated_patterns_that_backtrack_without_end(make):
     reward, _ = make(RegexRewardConfig(pattern="(a+)+b", isolated=True, timeout_s=1.0))
     found = score(reward, ["aab", "a" * 60])

@@ -77,6 +77,7 @@ def start_receiver(link, rank, die_after=0):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("kind", ["gloo", "shm", "disk"])
 def test_between_processes_and_one_dies_amid_the_second_sync(kind, tmp_path):
     sender = open_sender(kind, receivers=2, host=f"{tmp_path}/weights" if kind == "disk" else None, timeout_s=120)

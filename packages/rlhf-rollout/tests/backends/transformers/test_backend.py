@@ -194,6 +194,7 @@ for index, _ in enumerate(receiver.receive(manifest.buckets())):
 """
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
 def test_an_engine_killed_between_two_buckets_leaves_no_engine_serving_a_mixture(start, path, kind):
     backend, trainer = start(), Trainer(path)

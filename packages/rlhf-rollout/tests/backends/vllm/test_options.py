@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rlhf_core import RolloutConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, env_vars
@@ -42,6 +43,7 @@ def test_cache_of_an_unknown_architecture_is_left_to_vllm(tmp_path: Path) -> Non
     assert _cpu_cache_bytes(RolloutConfig(model=str(tmp_path))) is None
 
 
+@pytest.mark.stack
 def test_importing_the_backend_imports_no_vllm() -> None:
     code = "import sys, rlhf_rollout.backends.vllm.backend; print('vllm' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == "False"

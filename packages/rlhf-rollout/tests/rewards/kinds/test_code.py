@@ -17,6 +17,7 @@ def test_a_program_reads_and_writes():
     assert (result.status, result.exit_code, result.stdout, result.stderr) == ("ok", 0, "cba\n", "oops\n")
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize(
     ("source", "status", "note"),
     [

@@ -83,6 +83,7 @@ def test_a_dead_server_leaves_its_share_to_the_others():
         assert values(reward(refusing_url(), server.url, batch_size=1), TEXTS) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.stack
 def test_a_dead_server_does_not_draw_the_retries():
     """It has the fewest requests in flight, since it refuses at once."""
     answers = itertools.chain([(500, "later")] * 2, itertools.repeat(None))
