@@ -18,6 +18,8 @@ from rlhf_launch.online.run import train
 from rlhf_launch.online.setup import open_producer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.stack
+
 
 def read_rows(run):
     path = run.folder / "metrics.jsonl"
@@ -58,12 +60,10 @@ def rise(run):
     return (sum(rewards[-3:]) - sum(rewards[:3])) / 3
 
 
-@pytest.mark.stack
 def test_the_reward_rises(grpo):
     assert rise(grpo) > 0.05
 
 
-@pytest.mark.stack
 @pytest.mark.parametrize("paused", [True, False])
 def test_the_reward_rises_with_stale_samples_too(folder, make_config, tmp_path, paused):
     overlap = {"max_staleness": 2, "pause_while_training": paused}
@@ -127,7 +127,6 @@ def test_ppo_with_critic_reference_and_reward_model(settings, make_config, folde
     assert abs(rows[2]["kl"]) > 0
 
 
-@pytest.mark.stack
 def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
     whole = train(make_config(settings, train__steps=4, checkpoint__every=2, output=str(tmp_path / "whole")))
     part = make_config(settings, train__steps=4, checkpoint__every=2, output=str(tmp_path / "part"))
@@ -139,7 +138,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pa
         assert torch.equal(tensor, other), name
 
 
-@pytest.mark.stack
 def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
     settings |= {"checkpoint": {"every": 1}, "tensorboard": False}
     settings["train"] = {**settings["train"], "steps": 6}

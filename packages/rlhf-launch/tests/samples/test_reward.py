@@ -227,6 +227,7 @@ def test_the_score_is_the_weighted_sum_of_the_parts(all_kinds):
         assert row["reward"] == pytest.approx(total, abs=1e-5)
 
 
+@pytest.mark.stack
 def test_the_service_gets_every_sample_once_with_its_columns_and_the_key(all_kinds):
     _, asked = all_kinds
     bodies = [body for body in asked if "sample_ids" in body]

@@ -101,7 +101,7 @@ def serve():
 
         asked = []
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         config = RolloutConfig(
             model="m",
             options={"base_url": f"http://127.0.0.1:{server.server_port}/v1", "retries": 0, **options},
