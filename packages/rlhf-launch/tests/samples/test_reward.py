@@ -166,8 +166,9 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
     with pytest.raises(ResourceError, match=r"reward\.parts\.two\.ranks=2"):
         resolve_backends(make_config(settings, reward={"parts": parts}))
     parts["two"]["engine"] = "torch"
-    with pytest.raises(ResourceError, match=r"reward\.parts\.two\.ranks=2 needs the engine deepspeed"):
-        resolve_backends(make_config(settings, reward={"parts": parts}, placement__executor="ray"))
+    config = make_config(settings, reward={"parts": parts}, placement__executor="ray")
+    with pytest.raises(ResourceError, match="reward-two: the engine torch has one rank, and 2 are asked for"):
+        reward_plans(config, resolve_backends(config))
 
 
 def test_a_reward_model_with_another_vocabulary(folder, tmp_path):

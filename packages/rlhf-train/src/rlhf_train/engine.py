@@ -87,6 +87,7 @@ class DeepSpeedEngine:
             background_save=True,
             average=config.average_decay is not None,
             memory_report=True,
+            several_ranks=True,
         )
 
     def __init__(self, config: EngineConfig) -> None:

@@ -53,7 +53,7 @@ def _docs_of(cls: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shown:
-    """What of a configuration is written."""
+    """The part of a configuration that is written."""
 
     options: Mapping[str, Any]
     only: frozenset[str] | None

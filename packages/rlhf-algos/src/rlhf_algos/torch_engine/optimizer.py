@@ -38,7 +38,7 @@ class MasterAdamW:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """Learning rate of the next step."""
         return learning_rate(self.config, self.steps)
 
     def gradient_norm(self) -> Tensor:

@@ -70,7 +70,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCapabilities:
-    """What an engine can do beyond `TrainEngine`. Each has a Protocol with the method for it."""
+    """What an engine can do beyond one rank of `TrainEngine`. What needs a method has a Protocol with it."""
 
     adapter_weights: bool = False
     """It can send its adapters alone: `SendsAdapters`."""
@@ -80,6 +80,8 @@ class TrainCapabilities:
     """It keeps a moving average of its weights: `KeepsAverage`."""
     memory_report: bool = False
     """It says what it holds in memory: `ReportsMemory`."""
+    several_ranks: bool = False
+    """Processes that each make one, told of each other by the usual variables (`RANK`, ...), train one model."""
 
 
 @runtime_checkable

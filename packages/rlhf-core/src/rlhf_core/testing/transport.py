@@ -66,7 +66,7 @@ class Beside:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process has not ended yet."""
         return self._thread.is_alive()
 
     def result(self, timeout_s: float = 60.0) -> Any:

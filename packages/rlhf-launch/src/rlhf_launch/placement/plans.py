@@ -12,6 +12,7 @@ from rlhf_core import (
     ConfigError,
     EngineConfig,
     OptimizerConfig,
+    ResourceError,
     Role,
     RolloutConfig,
     env_vars_of,
@@ -114,10 +115,15 @@ def rank_plans(
 
     Raises:
         ConfigError: the engine cannot honour a setting; nothing was started.
+        ResourceError: several ranks of an engine that has one.
     """
     room = room or WorkerRoom()
     env_vars = plugin_env_vars(TRAIN_ENGINES, engine, config)
-    load_plugin(TRAIN_ENGINES, engine).capabilities(config)
+    can = load_plugin(TRAIN_ENGINES, engine).capabilities(config)
+    if ranks > 1 and not can.several_ranks:
+        raise ResourceError(
+            f"{name}: the engine {engine} has one rank, and {ranks} are asked for; use deepspeed, or one rank"
+        )
     return [
         WorkerPlan(
             name=f"{name}-{rank}",

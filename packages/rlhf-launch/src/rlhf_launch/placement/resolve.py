@@ -78,20 +78,15 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
     load_plugin_checked(TRAIN_ENGINES, engine)
     load_plugin_checked(ROLLOUT_BACKENDS, backend)
     ranks = {"train.ranks": config.train.ranks if trains else 1}
-    engines = {"train.ranks": engine}
     for name, part in (config.reward or RewardSection()).engine_parts().items():
         load_plugin_checked(TRAIN_ENGINES, part.engine or engine)
         ranks[f"reward.parts.{name}.ranks"] = part.ranks
-        engines[f"reward.parts.{name}.ranks"] = part.engine or engine
     most = max(ranks, key=lambda key: ranks[key])
     if executor == "local" and (ranks[most] > 1 or config.rollout.engines > 1):
         raise ResourceError(
             f"the local executor runs one rank and one engine in this process; {most}={ranks[most]} "
             f"and rollout.engines={config.rollout.engines} need placement.executor=ray"
         )
-    for key, count in ranks.items():
-        if engines[key] == "torch" and count > 1:
-            raise ResourceError(f"{key}={count} needs the engine deepspeed; the torch engine has one rank here")
     asked, elsewhere = config.placement.device, config.placement.ray_address is not None
     device = choose_device(asked, elsewhere=elsewhere)
     dtype = choose_dtype(config.model.dtype, device)
