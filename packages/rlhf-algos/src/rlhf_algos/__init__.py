@@ -213,6 +213,7 @@ from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
+from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.model import TorchOptions
 
@@ -403,6 +404,7 @@ __all__ = [
     "mismatched_rows",
     "mix_pretraining",
     "mixing_weights",
+    "naming_full_disk",
     "on_policy_distillation",
     "opo_advantages",
     "opposite_baselines",

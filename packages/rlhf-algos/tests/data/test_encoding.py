@@ -154,7 +154,7 @@ class TestKinds:
             {"prompt": "a", "chosen": "b", "rejected": "c", "reference": assistant("d")},
             ["must all be text"],
         ),
-        (preference_examples, {"chosen": "same", "rejected": "same"}, ["do not differ"]),
+        (preference_examples, {"chosen": "same", "rejected": "same and more"}, ["do not differ"]),
         (preference_examples, {"prompt": [{"r": 1}], "chosen": "b", "rejected": "c"}, ["'role' and 'content'"]),
         (unpaired_examples, {"prompt": "a", "completion": "b", "label": "yes"}, ["label", "'yes'"]),
         (supervised_examples, {"question": "a"}, ["'messages'", "found 'question'"]),
@@ -314,3 +314,41 @@ def test_examples_become_units_of_a_batch(encoder):
     assert batch["margin"].tolist() == [1.5] * 4
     assert batch.lengths.tolist() == [3, 5, 3, 5]
     assert batch.sample_ids == ("file.jsonl row 7",) * 4
+
+
+class TestPairsThatPreferNothing:
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            {"chosen": "ab", "rejected": "ab"},
+            {"prompt": user("a"), "chosen": assistant("b"), "rejected": assistant("b")},
+        ],
+    )
+    def test_equal_answers_make_no_example_and_are_counted_and_named(self, encoder, values, caplog):
+        good = row(prompt="a", chosen="b", rejected="c")
+        lengths = LengthSection()
+        for encode, made in ((preference_examples, 1), (unpaired_examples, 2)):
+            examples, report = encode_rows([good, row(**values)], encode, encoder, lengths)
+            assert (len(examples), report.equal) == (made, 1)
+            assert "1 left out with equal answers" in str(report)
+        assert "chosen and rejected are equal: 1 (file.jsonl row 7)" in caplog.text
+
+    def test_nothing_but_equal_answers_is_refused(self, encoder):
+        rows = [row(prompt="a", chosen="b", rejected="b")] * 2
+        with pytest.raises(DataError, match=r"file\.jsonl: chosen and rejected are equal in 2 of 2 rows"):
+            encode_rows(rows, preference_examples, encoder, LengthSection())
+
+    @pytest.mark.parametrize("empty", ["", " \n", assistant("")])
+    @pytest.mark.parametrize("side", ["chosen", "rejected"])
+    def test_an_empty_answer_is_refused(self, encoder, empty, side):
+        text = isinstance(empty, str)
+        answers = {"chosen": "b" if text else assistant("b"), "rejected": "c" if text else assistant("c")}
+        values = {"prompt": "a" if text else user("a"), **answers, side: empty}
+        with pytest.raises(DataError, match=f"file.jsonl row 7: {side} is empty"):
+            preference_examples(row(**values), encoder)
+
+    def test_a_message_that_only_calls_a_tool_is_not_empty(self):
+        call = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+        prompt, chosen, _ = split_pair(row(prompt=user("a"), chosen=call, rejected=assistant("no")))
+        assert (prompt, chosen) == (user("a"), call)

@@ -152,3 +152,51 @@ def test_mistakes_are_found_before_anything_heavy_is_imported(settings, tmp_path
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+class TestTinyModel:
+    def write(self, *arguments):
+        result = CliRunner().invoke(app, ["tiny-model", *map(str, arguments)])
+        return result.exit_code, result.output
+
+    def test_it_writes_over_its_own_and_over_nothing(self, tmp_path):
+        assert self.write(tmp_path / "tiny")[0] == 0
+        (tmp_path / "empty").mkdir()
+        assert self.write(tmp_path / "empty")[0] == 0
+        assert self.write(tmp_path / "tiny", "--seed", "1")[0] == 0
+
+    def test_another_model_is_left_alone_unless_the_flag_says_otherwise(self, tmp_path):
+        kept = tmp_path / "trained" / "model.safetensors"
+        kept.parent.mkdir()
+        kept.write_text("days of work")
+        code, output = self.write(kept.parent)
+        assert code == 2
+        assert "did not write" in output
+        assert "--overwrite" in output
+        assert kept.read_text() == "days of work"
+        assert self.write(kept.parent, "--overwrite")[0] == 0
+
+    def test_a_file_is_refused(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        code, output = self.write(tmp_path / "file")
+        assert code == 2
+        assert "is a file" in output
+
+
+def test_an_address_without_a_cluster_is_refused_before_anything_is_written(run, settings, tmp_path):
+    settings["placement"] |= {"executor": "ray", "ray_address": "127.0.0.1:1"}
+    code, output = run()
+    assert code == 2
+    assert output.startswith("error: ")
+    assert "nothing answers at 127.0.0.1:1" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(run, settings, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    settings["output"] = str(tmp_path / "file")
+    code, output = run()
+    assert code == 2
+    assert "Traceback" not in output
+    assert "cannot be written" in output
+    assert (tmp_path / "file").read_text() == "mine"

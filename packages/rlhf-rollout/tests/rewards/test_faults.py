@@ -49,6 +49,13 @@ def test_a_passing_fault_is_tried_again():
     assert (reward.report.failed_attempts, reward.report.dropped) == (2, 0)
 
 
+def test_the_first_failed_attempt_is_told_and_the_others_are_counted(caplog):
+    reward = RobustReward(Passing(3), FailureHandling(attempts=4, backoff_s=0.001))
+    score(reward, ["a"])
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    assert reward.report.failed_attempts == 3
+
+
 def test_stop_raises_the_first_cause():
     reward = RobustReward(Passing(9), FailureHandling(attempts=2, backoff_s=0.001))
     with pytest.raises(RewardError, match="reward faulty raised ConnectionError: for a moment"):

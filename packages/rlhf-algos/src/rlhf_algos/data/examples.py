@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from rlhf_algos.data.encoding import Encoder, TokenRow
 from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.sources import Row
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +56,18 @@ class EncodingReport:
     """Examples of which an end was cut off."""
     dropped: int = 0
     """Examples left out because they were too long."""
+    equal: int = 0
+    """Rows left out because their answers are equal, so that they prefer nothing."""
 
     def __str__(self) -> str:
         text = f"{self.rows} rows, {self.examples} examples"
         text += f", {self.truncated} truncated" if self.truncated else ""
-        return text + (f", {self.dropped} dropped as too long" if self.dropped else "")
+        text += f", {self.dropped} dropped as too long" if self.dropped else ""
+        return text + (f", {self.equal} left out with equal answers" if self.equal else "")
 
 
 Encode = Callable[[Row, Encoder], Iterable[Example]]
+"""Makes the examples of a row; none of one whose answers are equal."""
 
 
 def encode_rows(
@@ -73,21 +80,36 @@ def encode_rows(
             nothing left.
     """
     kept: list[Example] = []
+    equal: list[str] = []
     truncated = dropped = 0
     for row in rows:
-        for example in encode(row, encoder):
+        made = list(encode(row, encoder))
+        if not made:
+            equal.append(row.place)
+        for example in made:
             fitted = fit(example, lengths)
             if fitted is None:
                 dropped += 1
                 continue
             truncated += fitted is not example
             kept.append(fitted)
+    if equal:
+        few = ", ".join(equal[:3]) + (", ..." if len(equal) > 3 else "")
+        _log.warning("rows left out because chosen and rejected are equal: %d (%s)", len(equal), few)
+    if not kept and equal:
+        raise DataError(
+            f"{rows[0].source}: chosen and rejected are equal in {len(equal)} of {len(rows)} rows and nothing is "
+            "left to learn from; look at how the pairs were made"
+        )
     if not kept:
         raise DataError(
             f"all {len(rows)} rows of {rows[0].source} were dropped as too long; raise lengths.max_length, now "
             f"{lengths.longest}"
         )
-    return kept, EncodingReport(rows=len(rows), examples=len(kept), truncated=truncated, dropped=dropped)
+    report = EncodingReport(
+        rows=len(rows), examples=len(kept), truncated=truncated, dropped=dropped, equal=len(equal)
+    )
+    return kept, report
 
 
 def fit(example: Example, lengths: LengthSection) -> Example | None:

@@ -18,11 +18,13 @@ from rlhf_algos.data.sources import Row
 
 
 def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
-    """`prompt`, `chosen`, `rejected` (and `margin`): one example of two rows, chosen first.
+    """`prompt`, `chosen`, `rejected` (and `margin`): one example of two rows, chosen first; none if both are equal.
 
     Without `prompt`, it is what chosen and rejected have in common at the start: messages of conversations,
     characters of texts.
     """
+    if _equal_pair(row):
+        return []
     prompt, chosen, rejected = split_pair(row)
     rows = encoder.answers(prompt, [chosen, rejected], row.place)
     columns: dict[str, tuple[float, ...]] = {}
@@ -32,7 +34,12 @@ def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
 
 
 def triple_examples(row: Row, encoder: Encoder) -> list[Example]:
-    """`prompt`, `chosen`, `rejected` and `reference`, the gold answer: one example of three rows in this order."""
+    """`prompt`, `chosen`, `rejected` and `reference`, the gold answer: one example of three rows in this order.
+
+    None if chosen and rejected are equal.
+    """
+    if _equal_pair(row):
+        return []
     prompt, chosen, rejected = split_pair(row)
     gold = _text(row, "reference")
     if isinstance(gold, str) != isinstance(chosen, str):
@@ -46,12 +53,15 @@ def triple_examples(row: Row, encoder: Encoder) -> list[Example]:
 
 
 def unpaired_examples(row: Row, encoder: Encoder) -> list[Example]:
-    """`prompt`, `completion`, `label`: one example with the column `desirable`; a preference pair gives two.
+    """`prompt`, `completion`, `label`: one example with the column `desirable`; a preference pair gives two, one of
+    equal answers none.
 
     `output` may stand for `completion`, `input` for `prompt`; without these a conversation's last message is the
     completion.
     """
     if "completion" not in row and "output" not in row and "chosen" in row:
+        if _equal_pair(row):
+            return []
         prompt, chosen, rejected = split_pair(row)
         pair = encoder.answers(prompt, [chosen, rejected], row.place)
         return [
@@ -173,9 +183,21 @@ def _check_labels(row: Row, labels: Sequence[float]) -> None:
         raise DataError(f"{row.place}: labels must lie between 0 and 1, one per step; found {list(labels)}")
 
 
+def _equal_pair(row: Row) -> bool:
+    """Whether both answers of a pair are the same: public collections have such rows, and they prefer nothing."""
+    return _text(row, "chosen") == _text(row, "rejected")
+
+
 def split_pair(row: Row) -> tuple[Text, Text, Text]:
-    """(prompt, chosen, rejected) of a preference row with an explicit or an implicit prompt."""
+    """(prompt, chosen, rejected) of a preference row with an explicit or an implicit prompt.
+
+    Raises:
+        DataError: an answer is empty, or the two cannot be told apart.
+    """
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if _is_empty(answer):
+            raise DataError(f"{row.place}: {name} is empty; give the answer, or remove the row")
     name = _one_of(row, "prompt", "input")
     prompt: Any = row.values.get(name)
     if isinstance(prompt, str) and is_conversation(chosen):
@@ -192,6 +214,15 @@ def split_pair(row: Row) -> tuple[Text, Text, Text]:
     if common in (len(chosen), len(rejected)):
         raise DataError(f"{row.place}: chosen and rejected do not differ, or one of them ends where they part")
     return chosen[:common], chosen[common:], rejected[common:]  # type: ignore[return-value]
+
+
+def _is_empty(answer: Text) -> bool:
+    """Whether an answer, or the last message of a conversation, says nothing and calls no tool."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    last = answer[-1]
+    content = last.get("content")
+    return not (content.strip() if isinstance(content, str) else content) and not last.get("tool_calls")
 
 
 def _prompt_and_answer(row: Row, answer: str) -> tuple[Text, Text]:

@@ -36,6 +36,7 @@ from rlhf_algos.offline.run_data import (
     load_data,
     own_units,
 )
+from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.ranks import join_ranks, rank_of
 
 OfflineEvent = Callable[[str, int, Mapping[str, float]], None]
@@ -75,8 +76,16 @@ def train(
 
     Raises:
         UserError: something in the configuration or the data; before any model is loaded.
+        ResourceError: the disk is full, or the output cannot be written.
         TrainingDivergedError: too many steps in a row were not finite.
     """
+    with naming_full_disk(config.output):
+        return _train(config, resume=resume, on_event=on_event, engines=engines)
+
+
+def _train(
+    config: OfflineConfig, *, resume: bool, on_event: OfflineEvent | None, engines: EngineFactory | None
+) -> TrainResult:
     checkpoints = config.output / "checkpoints"
     if not resume and checkpoint_steps(checkpoints):
         raise ConfigError(
@@ -147,16 +156,9 @@ def _check_one_process(config: OfflineConfig) -> None:
 
 
 def write_settings(config: OfflineConfig) -> None:
-    """Leave `config.yaml`, every setting of the run, in its output directory.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-        (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output {str(config.output)!r} cannot be written: {error}") from error
+    """Leave `config.yaml`, every setting of the run, in its output directory."""
+    config.output.mkdir(parents=True, exist_ok=True)
+    (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,9 +93,16 @@ def check_teacher(
     from transformers import AutoConfig
 
     check_model_path(config.teacher, what="algorithm.teacher")
-    configs = [
-        AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code) for name in (config.teacher, student)
-    ]
+    try:
+        configs = [
+            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            for name in (config.teacher, student)
+        ]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.teacher {config.teacher!r} or model.path {student!r} cannot be loaded: "
+            f"{str(error).splitlines()[0]} Give a directory that is there, or a hub name that can be reached"
+        ) from error
     sizes = [one.get_text_config().vocab_size for one in configs]
     if sizes[0] != sizes[1]:
         raise ConfigError(

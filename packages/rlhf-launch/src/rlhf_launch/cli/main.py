@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rlhf_core import ConfigError
 
 from rlhf_launch.cli.configuration import init
 from rlhf_launch.cli.doctor import doctor
@@ -17,6 +18,8 @@ from rlhf_launch.cli.errors import run_command
 from rlhf_launch.cli.generate import generate
 from rlhf_launch.cli.merge_lora import merge_lora
 from rlhf_launch.cli.offline import offline
+
+_TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
 
 app = typer.Typer(
     name="rlhf",
@@ -117,17 +120,43 @@ def tiny_model(
     reward_model: Annotated[
         bool, typer.Option("--reward-model", help="With a scalar head: for reward.model.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into a directory that holds something else.")
+    ] = False,
 ) -> None:
     """Write a small random Qwen2 with a byte-level chat tokenizer: to try a configuration before the real model."""
 
     def work() -> None:
         from rlhf_core.testing.tiny import save_tiny_model
 
+        card = path / "README.md"
+        if not overwrite:
+            _refuse_others(path, card)
         head = "scalar" if reward_model else "causal"
-        save_tiny_model(path, head=head, hidden_size=hidden_size, layers=layers, seed=seed)
+        try:
+            save_tiny_model(path, head=head, hidden_size=hidden_size, layers=layers, seed=seed)
+            card.write_text(_TINY_CARD, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{str(path)!r} cannot be written: {error}") from error
         typer.echo(f"wrote {path}")
 
     run_command(work)
+
+
+def _refuse_others(path: Path, card: Path) -> None:
+    """Refuse to write a tiny model over something else.
+
+    Raises:
+        ConfigError: the path is a file, or a directory with files that `rlhf tiny-model` did not write.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a file; give a directory to write")
+    own = card.is_file() and card.read_text(encoding="utf-8", errors="replace") == _TINY_CARD
+    if path.is_dir() and any(path.iterdir()) and not own:
+        raise ConfigError(
+            f"{str(path)!r} holds files that `rlhf tiny-model` did not write; give another directory, or write "
+            "--overwrite"
+        )
 
 
 app.command()(init)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -73,8 +74,12 @@ class GeneratedRows:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            if error is None:
+                os.fsync(self._file.fileno())
+        finally:
+            with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+                self._file.close()  # the first error is the one to be told
 
     def pending(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts without a row.

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
+from rlhf_algos import naming_full_disk
 from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_model_path, check_scores
 
 from rlhf_launch.config.generate import GenerateConfig
@@ -44,9 +45,14 @@ def generate(config: GenerateConfig, *, console: Console | None = None) -> Gener
 
     Raises:
         UserError: an input is at fault; nothing heavy was started.
+        ResourceError: the disk is full, or the output cannot be written.
         RewardError: the reward function failed; finished rows are in the file, the next call goes on from there.
     """
-    console = console or Console(highlight=False)
+    with naming_full_disk(config.output.parent):
+        return _generate(config, console or Console(highlight=False))
+
+
+def _generate(config: GenerateConfig, console: Console) -> GenerationReport:
     backends = resolve_backends(config, trains=False)
     check_model_path(config.model.path, what="model.path")
     tokenizer = policy_tokenizer(config.model)

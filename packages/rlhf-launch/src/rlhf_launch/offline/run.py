@@ -19,6 +19,7 @@ from rlhf_core import (
 
 from rlhf_launch.placement.executor import Executor, WorkerRoom
 from rlhf_launch.placement.plans import rank_plans
+from rlhf_launch.placement.ray import check_address
 from rlhf_launch.placement.resolve import load_plugin_checked
 from rlhf_launch.placement.start import open_executor
 from rlhf_launch.workers.train_group import TrainGroup
@@ -43,6 +44,8 @@ def train_offline(
             f"placement.executor=local runs one rank in this process; train.ranks={config.train.ranks} needs ray"
         )
     load_plugin_checked(TRAIN_ENGINES, config.train.engine_name)
+    if needs_ray(config) and config.placement.ray_address is not None:
+        check_address(config.placement.ray_address)
     with _engines(config) as engines:
         return train(_absolute(config), resume=resume, on_event=on_event, engines=engines)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rlhf_algos import Recipe, dump_config
+from rlhf_algos import Recipe, dump_config, naming_full_disk
 
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import OnlineConfig
@@ -57,9 +57,14 @@ def train(
 
     Raises:
         UserError: the input is at fault; nothing heavy was started.
+        ResourceError: the disk is full, or the output cannot be written.
         RLHFError: something failed while running; the newest checkpoint is complete.
     """
-    console = console or Console(highlight=False)
+    with naming_full_disk(config.output):
+        return _train(config, resume=resume, on_step=on_step, console=console or Console(highlight=False))
+
+
+def _train(config: OnlineConfig, *, resume: bool, on_step: OnStep | None, console: Console) -> RunResult:
     inputs = check_inputs(config)
     folder = config.output
     store = checkpoint_store(config)

@@ -11,6 +11,7 @@ from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, DType, PluginError, Resou
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
+from rlhf_launch.placement.ray import check_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +70,15 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
 
     Raises:
         PluginError: a part is asked for by name and not installed.
-        ResourceError: cuda is asked for and there is none, or several ranks without Ray.
+        ConfigError: `placement.ray_address` is no address.
+        ResourceError: cuda is asked for and there is none, several ranks without Ray, or no cluster answers.
     """
     reasons: list[str] = []
     executor = _pick("placement", config.placement.executor, "ray", "local", "all in one process", reasons)
     engine = _pick("training", config.train.engine, "deepspeed", "torch", "single-process torch", reasons)
     backend = _pick("rollout", config.rollout.backend, "vllm", "transformers", "readable, slower", reasons)
+    if executor == "ray" and config.placement.ray_address is not None:
+        check_address(config.placement.ray_address)
     load_plugin_checked(TRAIN_ENGINES, engine)
     load_plugin_checked(ROLLOUT_BACKENDS, backend)
     ranks = {"train.ranks": config.train.ranks if trains else 1}

@@ -78,6 +78,7 @@ class RobustReward:
         self._handling = on_failure or FailureHandling()
         self.name: str = name or getattr(reward, "name", type(reward).__name__)
         self._failed_attempts = self._dropped = self._dropped_in_a_row = 0
+        self._warned = False
         self._latest: deque[DroppedSample] = deque(maxlen=16)
 
     @property
@@ -129,7 +130,10 @@ class RobustReward:
             try:
                 return await self._once(trajectories, texts)
             except RewardError as error:
-                _log.warning("attempt %d of %d: %s", attempt + 1, attempts, error)
+                # Whole batches fail at once: one line says so, and the error itself comes at the end.
+                level = logging.INFO if self._warned else logging.WARNING
+                self._warned = True
+                _log.log(level, "attempt %d of %d: %s", attempt + 1, attempts, error)
                 await asyncio.sleep(self._handling.backoff_s * 2**attempt)
         return await self._once(trajectories, texts)
 
@@ -144,6 +148,7 @@ class RobustReward:
             self._failed_attempts += 1
             raise self._as_reward_error(error) from error
         self._dropped_in_a_row = 0
+        self._warned = False
         return scores
 
     def _as_reward_error(self, error: Exception) -> RewardError:

@@ -1,6 +1,7 @@
 """PythonReward: calling conventions, refusals before the run, and every way a function can fail."""
 
 import asyncio
+import json
 import threading
 import time
 
@@ -222,3 +223,27 @@ def test_a_hanging_function_is_left_at_its_deadline(kind):
         score(hangs if kind == "sync" else hangs_async, timeout_s=0.1)
     assert time.monotonic() - started < 20, "the event loop waited for the hanging thread"
     released.set()
+
+
+def test_an_error_names_the_users_own_line():
+    def helper(row):
+        return json.loads(row)
+
+    def reward(completion):
+        return helper(completion)
+
+    with pytest.raises(RewardError) as raised:
+        score(reward, texts=("{",))
+    line = helper.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line} in helper: return json.loads(row)" in str(raised.value)
+
+
+def test_a_call_that_does_not_fit_has_no_line_of_the_users():
+    def reward(completion):
+        return completion
+
+    made = PythonReward(reward)
+    made._function = lambda: 0.0
+    with pytest.raises(RewardError, match="raised TypeError") as raised:
+        asyncio.run(made.score([trajectory(0)], ["0"]))
+    assert "python.py" not in str(raised.value)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -140,7 +143,7 @@ class PythonReward:
 
     def _failure(self, error: BaseException, samples: str, trajectory: Trajectory | None = None) -> RewardError:
         failure = RewardError(
-            f"reward {self.name} raised {type(error).__name__} for {samples}: {error}",
+            f"reward {self.name} raised {type(error).__name__} for {samples}: {error}{_line_of(error)}",
             sample_ids=(trajectory.sample_id,) if trajectory is not None else (),
         )
         failure.__cause__ = error
@@ -191,6 +194,16 @@ def _score(value: Any, name: str, sample_id: str) -> Score:
             "return a number, or a dict of numbers with the key 'score'",
             sample_ids=(sample_id,),
         ) from None
+
+
+def _line_of(error: BaseException) -> str:
+    """Where a function of the user's raised: the innermost line that is neither ours nor an installed library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    theirs = [frame for frame in frames if frame.filename != __file__]
+    own = [f for f in theirs if not any(f.filename.startswith(f"{root}{os.sep}") for root in installed)]
+    frame = next(iter((own or theirs)[-1:]), None)
+    return f" ({frame.filename}:{frame.lineno} in {frame.name}: {frame.line})" if frame is not None else ""
 
 
 def _names(trajectories: Sequence[Trajectory], *, most: int = 5) -> str:
