@@ -10,6 +10,7 @@ MODULES = str(Path(__file__).parent / "reward_modules")
 sys.path.insert(0, MODULES)
 # Modules beside the tests.
 sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent / "families"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,11 @@ def test_cache_holds_all_sequences_of_a_small_model(tmp_path: Path) -> None:
     assert _cpu_cache_bytes(config) == 5 * 11 * 32 * 512
 
 
-def test_cache_of_an_unknown_architecture_is_left_to_vllm(tmp_path: Path) -> None:
+def test_cache_of_an_unknown_architecture_is_a_part_of_the_free_memory(tmp_path: Path) -> None:
+    """vLLM by itself takes nine tenths of it."""
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
-    assert _cpu_cache_bytes(RolloutConfig(model=str(tmp_path))) is None
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < _cpu_cache_bytes(RolloutConfig(model=str(tmp_path))) <= memory / 4
 
 
 @pytest.mark.stack

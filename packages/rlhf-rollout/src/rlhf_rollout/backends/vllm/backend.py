@@ -68,11 +68,12 @@ class VLLMBackend:
         self._weights = EngineWeights(adapters=self._capabilities.adapters)
         self._lora_request = _policy_adapter() if self._capabilities.adapters else None
         watch = WorkerWatch()
+        on_cpu = config.device == "cpu"
         from vllm.exceptions import VLLMClientError
 
         self._loop = VLLMLoop(
             # Bound to nothing of this object, which is to be collected while the thread still runs.
-            lambda: _start(arguments, watch),
+            lambda: _start(arguments, watch, on_cpu=on_cpu),
             shut_down_engine,
             refusals=(VLLMClientError, ValueError, TypeError),
             drain=steps_in_flight,
@@ -163,10 +164,11 @@ class VLLMBackend:
             self._weights.drop()
 
 
-def _start(arguments: dict[str, Any], watch: WorkerWatch) -> LLMEngine:
+def _start(arguments: dict[str, Any], watch: WorkerWatch, *, on_cpu: bool) -> LLMEngine:
     def prepare(engine: LLMEngine) -> None:
         watch.begin(engine)
         methods = {
+            "rlhf_prepare_rotation": on_cpu,
             "rlhf_prepare_stage": arguments.get("pipeline_parallel_size", 1) > 1,
             "rlhf_empty_adapter": arguments.get("enable_lora"),
         }

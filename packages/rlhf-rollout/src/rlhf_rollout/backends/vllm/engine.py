@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import ConfigError, EngineDiedError
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _lock = threading.Lock()
@@ -54,7 +55,10 @@ def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]
     engine = None
     try:
         with _random_state_kept():
-            engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+            settings = EngineArgs(**arguments)
+            _leave_states_uncached(settings)
+            with _classes_undecorated(settings):
+                engine = LLMEngine.from_engine_args(settings, enable_multiprocessing=False)
             engine.set_weight_version("0")
             prepare(engine)
             _sample_one_token(engine)
@@ -82,6 +86,33 @@ def _keep_kernels() -> None:
     if current_platform.is_cpu():
         platform: Any = type(current_platform)
         platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def _leave_states_uncached(settings: EngineArgs) -> None:
+    """Switch the prefix cache off for models that carry a state (Mamba, Jamba), where prompts go through whole.
+
+    vLLM keeps their states at the ends of chunks only, and whole prompts have none.
+    """
+    if settings.enable_prefix_caching and settings.enable_chunked_prefill is False:
+        settings.enable_prefix_caching = not settings.create_model_config().has_inner_state
+
+
+@contextlib.contextmanager
+def _classes_undecorated(settings: EngineArgs) -> Iterator[None]:
+    """Keep vLLM from decorating a class of Transformers that it runs (OLMo 2), where it compiles nothing.
+
+    It decorates the class itself, so that no other model of that class could be built or called in this process.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    name = "_decorate_cls_for_torch_compile"
+    decorate = getattr(Base, name)
+    if settings.enforce_eager:
+        setattr(Base, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(Base, name, decorate)
 
 
 def _sample_one_token(engine: LLMEngine) -> None:

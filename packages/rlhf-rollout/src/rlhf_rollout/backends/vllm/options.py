@@ -196,25 +196,25 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
     vLLM rewinds the generator of a seeded request when it prefills a part of the prompt, which generators of the
     CPU cannot do.
     """
-    arguments: dict[str, Any] = {
+    return {
         "enforce_eager": True,
         "block_size": _CPU_BLOCK,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, 4096),
+        "kv_cache_memory_bytes": _cpu_cache_bytes(config),
     }
-    if (cache := _cpu_cache_bytes(config)) is not None:
-        arguments["kv_cache_memory_bytes"] = cache
-    return arguments
 
 
-def _cpu_cache_bytes(config: RolloutConfig) -> int | None:
+def _cpu_cache_bytes(config: RolloutConfig) -> int:
     """Room for `max_num_seqs` full sequences, but at most a quarter of the free memory and at least one sequence.
 
-    None for an architecture whose cache this cannot tell; vLLM then takes its own default.
+    A quarter of the free memory for an architecture whose cache this cannot tell; vLLM itself would take nearly
+    all.
     """
     import torch
     from transformers import AutoConfig
 
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         text = model.get_text_config()
@@ -222,9 +222,8 @@ def _cpu_cache_bytes(config: RolloutConfig) -> int | None:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         per_token = 2 * text.num_hidden_layers * heads * size * getattr(torch, config.dtype).itemsize
     except (AttributeError, OSError, ValueError):
-        return None
+        return free // 4
     block = config.options.get("block_size", _CPU_BLOCK)
     # vLLM keeps one block for itself.
     sequence = (-(-config.max_model_len // block) + 1) * block * per_token
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(sequence, min(config.max_num_seqs * sequence, free // 4))

@@ -9,6 +9,7 @@ from rlhf_core import WeightManifest
 from vllm.distributed.parallel_state import get_pp_group
 
 from rlhf_rollout.backends.vllm.worker import adapters
+from rlhf_rollout.backends.vllm.worker.rotation import rotate_heads_by_torch
 from rlhf_rollout.backends.vllm.worker.transfer import LinkTransfer
 
 Failure = tuple[str, str]
@@ -16,7 +17,7 @@ Failure = tuple[str, str]
 
 
 class RolloutExtension:
-    """Methods added to vLLM's worker class: weights, adapters, and what a pipeline stage needs.
+    """Methods added to vLLM's worker class: weights, adapters, and what vLLM leaves undone.
 
     Failures are returned, not raised: an exception from one worker would leave the answers of the others unread in
     the executor's queues.
@@ -53,6 +54,11 @@ class RolloutExtension:
             adapters.install(manager, WeightManifest.from_dict(manifest), transfer.receiver)
 
         return _failure_of(receive)
+
+    def rlhf_prepare_rotation(self) -> Failure | None:
+        """Put right what the kernel of rotary embeddings on CPUs does wrongly."""
+        worker: Any = self
+        return _failure_of(lambda: rotate_heads_by_torch(worker.model_runner.model))
 
     def rlhf_prepare_stage(self) -> Failure | None:
         """Make room for what comes from the stage before.

@@ -29,6 +29,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rlhf_rollout.backends.vllm.worker.direct_copies import direct_copies_kept
+
 TRANSFER_NAME = "rlhf-link"
 
 
@@ -92,7 +94,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         if not manifest.partial:
             held = (held or WeightCopy()) if manifest.keep_base else None
         initialize_layerwise_reload(self.model)
-        with _experts_packed_anew(self.model):
+        with _experts_packed_anew(self.model), direct_copies_kept(self.model):
             try:
                 self._receive(manifest, self.receiver, held)
                 self._check_coverage(manifest)
