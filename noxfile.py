@@ -57,9 +57,9 @@ def tests(session):
 
 @nox.session
 def families(session):
-    """Every model type of Transformers against its own logits, some minutes; writes docs/families.md."""
-    script = "packages/rlhf-core/tests/families/write_table.py"
-    session.run("python", script, "docs/families.md", *session.posargs, env=ENVIRONMENT)
+    """Every model type against its own logits, those of vLLM after weight syncs; writes docs/families.md."""
+    for script in ("rlhf-core/tests/families/write_table.py", "rlhf-rollout/tests/families/write_engine_table.py"):
+        session.run("python", f"packages/{script}", "docs/families.md", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(venv_backend="uv")

@@ -36,6 +36,8 @@ attention. Where the type has a sliding window it is 4 tokens and the rows are l
 factor and a soft cap. No type gives numbers other than its own without a word.
 
 """
+ENGINES = "## vLLM: weights after a sync"
+"""Where the part of the page begins that rlhf-rollout's suite writes; it is kept."""
 
 
 def judged(kind: str, role: str) -> tuple[Verdict, Verdict] | str:
@@ -106,7 +108,8 @@ def main(file: str, *kinds: str) -> int:
     ]
     if not kinds:
         text = INTRODUCTION.format(version=transformers.__version__, tolerance=TOLERANCE) + "\n".join(lines)
-        Path(file).write_text(text.rstrip() + "\n")
+        kept = "".join(Path(file).read_text().partition(ENGINES)[1:])
+        Path(file).write_text(f"{text.rstrip()}\n\n{kept}".rstrip() + "\n")
     print("\n".join(wrong) or "none wrong")
     return 1 if wrong else 0
 
