@@ -35,6 +35,7 @@ def test_the_seams_are_pinned():
         "capabilities", "close", "connect", "generate", "pause", "receive_weights", "resume", "sleep", "wake",
         "weight_version",
     }  # fmt: skip
+    assert methods(rlhf_core.ScoresTokens) == {"score_tokens"}
     assert methods(rlhf_core.TrainEngine) == {
         "capabilities", "close", "export", "load", "offload", "reload", "save", "score", "step", "weights"
     }  # fmt: skip

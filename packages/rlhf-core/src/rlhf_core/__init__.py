@@ -58,6 +58,7 @@ from rlhf_core.interfaces.rollout import (
     PauseMode,
     RolloutBackend,
     RolloutConfig,
+    ScoresTokens,
 )
 from rlhf_core.interfaces.training import (
     KeepsAverage,
@@ -98,6 +99,17 @@ from rlhf_core.weight_sync.adapters import AdapterWeights
 from rlhf_core.weight_sync.checkpoint_layout import checkpoint_views
 from rlhf_core.weight_sync.delta import DeltaMode, DeltaSource
 from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, AdapterScale, Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.probe import (
+    PRECISIONS,
+    Precision,
+    ProbeGap,
+    ProbeLimit,
+    TokenRows,
+    coarser,
+    probe_limit,
+    probe_tokens,
+    tokens_for_experts,
+)
 from rlhf_core.weight_sync.receive import receive_weights
 from rlhf_core.weight_sync.send import send_weights
 from rlhf_core.weight_sync.source import (
@@ -130,6 +142,7 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "MODEL_HEADS",
     "PARTIAL_SYNCS",
+    "PRECISIONS",
     "ROLLOUT_BACKENDS",
     "RUN_TOGETHER",
     "TRAIN_ENGINES",
@@ -184,6 +197,9 @@ __all__ = [
     "PauseMode",
     "PendingSave",
     "PluginError",
+    "Precision",
+    "ProbeGap",
+    "ProbeLimit",
     "RLHFError",
     "RandomState",
     "Ranks",
@@ -201,6 +217,7 @@ __all__ = [
     "SavesInBackground",
     "Schedule",
     "Score",
+    "ScoresTokens",
     "Segment",
     "Sender",
     "Sending",
@@ -209,6 +226,7 @@ __all__ = [
     "StepReport",
     "TensorSpec",
     "TokenBudget",
+    "TokenRows",
     "ToolCall",
     "TrainCapabilities",
     "TrainEngine",
@@ -237,6 +255,7 @@ __all__ = [
     "check_whole",
     "checkpoint_views",
     "chunked_log_probs",
+    "coarser",
     "collate",
     "concatenate",
     "config_from",
@@ -272,6 +291,8 @@ __all__ = [
     "outline",
     "pad_rows",
     "plugin_names",
+    "probe_limit",
+    "probe_tokens",
     "quantized_loading",
     "receive_weights",
     "release_sender",
@@ -280,6 +301,7 @@ __all__ = [
     "send_weights",
     "settle_quantized",
     "shared_memory_id",
+    "tokens_for_experts",
     "top_k_log_probs",
     "try_model",
     "units_together",

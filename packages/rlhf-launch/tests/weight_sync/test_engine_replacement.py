@@ -79,6 +79,7 @@ def make_pool():
         pool.start()
         brought_up = []
         sync = types.SimpleNamespace(version=version)
+        sync.check_loaded = lambda engine: brought_up.append(f"{engine} as loaded")
         sync.bring_up = lambda engine: (brought_up.append(engine), pool.admit(engine))
         replacement = RolloutReplacement(executor, pool, sync, limit=limit, timeout_s=10)
         pool.replace_with(replacement)
@@ -123,7 +124,7 @@ def test_when_none_is_left_the_replacement_is_waited_for(make_pool):
     pool, _, brought_up = make_pool(Engine(dies_at=2), executor=executor)
     assert len(run_all(pool)) == 20
     assert executor.restarted == ["rollout-0"]
-    assert brought_up == []  # nothing was synced before: the weights on disk are the right ones
+    assert brought_up == ["0 as loaded"]  # nothing was synced before: the weights on disk are the right ones
 
 
 def test_a_sample_under_way_on_an_engine_that_is_given_up_is_drawn_again(make_pool):

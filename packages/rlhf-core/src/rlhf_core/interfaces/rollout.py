@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -10,6 +10,7 @@ from rlhf_core.checks import check_choice, check_switch, check_whole
 from rlhf_core.data.generation import GenerationRequest, GenerationResult
 from rlhf_core.interfaces.engine_config import DType
 from rlhf_core.weight_sync.manifest import WeightManifest
+from rlhf_core.weight_sync.probe import Precision
 from rlhf_core.weight_sync.transports.transport import Link
 
 PauseMode = Literal["keep", "abort"]
@@ -72,6 +73,9 @@ class BackendCapabilities:
     """A sync may bring an adapter alone (`WeightManifest.adapter`), which takes the place of the last one."""
     sleep: bool = False
     """`sleep` gives the accelerator's memory back; where False, `sleep` does nothing."""
+    token_scores: Precision | None = None
+    """It can score given tokens, computing in these numbers: `ScoresTokens`. None: it cannot, and nobody can tell
+    whether it has loaded its weights rightly."""
 
 
 @runtime_checkable
@@ -135,4 +139,25 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Release everything; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """A backend that can score given tokens with the weights that it holds (`BackendCapabilities.token_scores`)."""
+
+    async def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of the tokens of each row, from its second on, given those before them.
+
+        Those of the model itself: temperature 1, nothing cut off, with the adapter that a sync brought last.
+        Nothing is taken from a cache that could be older than the weights. It answers while paused, too, and
+        requests that stand still then get no token by it.
+
+        Args:
+            rows: token ids, two at least and fewer than `max_model_len` in each row.
+
+        Raises:
+            CapabilityError: a row is too short or too long, or has an id outside the vocabulary.
+            StaleWeightsError: the last weight transfer failed and none has succeeded since.
+        """
         ...

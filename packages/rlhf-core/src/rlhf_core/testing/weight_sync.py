@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -62,6 +62,10 @@ class Trainer:
         before = logits[len(request.prompt_token_ids) - 1 : -1] / request.sampling.meaning.temperature
         return log_probs_from_logits(before, torch.tensor(sample.token_ids, dtype=torch.long))
 
+    def row_log_probs(self, row: Sequence[int]) -> Tensor:
+        """Log-probs of a row's tokens at temperature 1, from the second on, [tokens - 1]."""
+        return log_probs_from_logits(self.logits(row)[:-1], torch.tensor(list(row[1:]), dtype=torch.long))
+
     @torch.no_grad()
     def prompt_continued_by(self, token_id: int, *, vocab_size: int) -> tuple[int, ...]:
         """A prompt after which greedy decoding gives `token_id`, found by trying random ones."""
@@ -80,10 +84,11 @@ async def sync(
     kind: str | None = None,
     version: int | None = None,
     timeout_s: float = 30.0,
+    other_way: bool = False,
 ) -> int:
     """Bring the backend to the trainer's weights over a new link; returns the version (default: the next)."""
     version = backend.weight_version + 1 if version is None else version
-    manifest = trainer.manifest(version)
+    manifest = replace(trainer.manifest(version), other_way=other_way)
     sender = await connect(backend, kind or cpu_transport(backend), timeout_s=timeout_s)
     try:
         await send_and_receive(backend, trainer, sender, manifest)

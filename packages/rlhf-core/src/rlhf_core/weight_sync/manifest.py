@@ -130,6 +130,9 @@ class WeightManifest:
     """The tensors are those of an adapter, under the names of peft's files
     (`base_model.model.<layer>.lora_A.weight`, `lora_B`), for the weights of `base_version`: 0 means those that the
     model was loaded with."""
+    other_way: bool = False
+    """The last load of these weights was found wrong: a receiver that has more than one way of loading takes
+    another one than usual. All weights come."""
 
     def __post_init__(self) -> None:
         check_whole("weight manifest: bucket_bytes", self.bucket_bytes, at_least=1)
@@ -141,6 +144,8 @@ class WeightManifest:
             raise ValueError("a manifest with sparse tensors needs the base_version that they are changes to")
         if self.adapter is not None and self.base_version is None:
             raise ValueError("a manifest of an adapter needs the base_version of the weights that it belongs to")
+        if self.other_way and self.base_version is not None:
+            raise ValueError("a manifest for another way of loading brings all weights, so it has no base_version")
 
     @property
     def partial(self) -> bool:
@@ -201,6 +206,7 @@ class WeightManifest:
             "base_version": self.base_version,
             "checksums": self.checksums,
             "keep_base": self.keep_base,
+            "other_way": self.other_way,
             **({} if (scale := self.adapter) is None else {"adapter": [scale.rank, scale.alpha]}),
         }
 
@@ -217,6 +223,7 @@ class WeightManifest:
             base_version=data["base_version"],
             checksums=data["checksums"],
             keep_base=data.get("keep_base", False),
+            other_way=data.get("other_way", False),
             adapter=AdapterScale(rank=scale[0], alpha=scale[1]) if (scale := data.get("adapter")) else None,
         )
 

@@ -52,6 +52,10 @@ class WeightCopy:
             raise WeightSyncError(f"changes of weight {name!r} came, which no sync of all weights has brought")
         return self._tensors[name]
 
+    def everything(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, in the order in which they came."""
+        yield from self._tensors.items()
+
     def with_partners(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """These weights and those that an engine may fuse them with, in the order in which all came."""
         groups = {fused_group(name) for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core import DEFAULT_BUCKET_BYTES, PARTIAL_SYNCS, ConfigError, PartialSync
+from rlhf_core import DEFAULT_BUCKET_BYTES, PARTIAL_SYNCS, ConfigError, PartialSync, check_number, check_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +24,21 @@ class WeightSyncSection:
     sends the adapters alone, megabytes, which rollout engines put on top of the weights they were loaded with."""
     delta: PartialSync = "none"
     """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.weight_sync.delta)."""
+    probe_every: int = 1
+    """After every so many syncs, and when an engine joins, the rollout engines score a few fixed tokens, and their
+    log-probs must be the policy's up to rounding; nothing is sampled with weights that were found wrong. 0 never
+    does it."""
+    probe_tokens: int = 64
+    """How many tokens they score, at least; more with many experts, so that most are reached."""
+    probe_limit: float | None = None
+    """The largest difference in nats, on average and at the median, that is taken for rounding; by default it
+    follows from the numbers in which both sides compute, and from the first probes (docs/numbers.md)."""
 
     def __post_init__(self) -> None:
+        check_whole("weight sync: probe_every", self.probe_every, at_least=0)
+        check_whole("weight sync: probe_tokens", self.probe_tokens, at_least=2)
+        if self.probe_limit is not None:
+            check_number("weight sync: probe_limit", self.probe_limit, above=0)
         if self.bucket_bytes < 1:
             raise ConfigError(f"weight sync: bucket_bytes must be at least 1, got {self.bucket_bytes}")
         if self.adapters not in ("merged", "adapter"):

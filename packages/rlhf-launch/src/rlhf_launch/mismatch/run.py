@@ -23,6 +23,7 @@ from rlhf_core import (
 from torch import Tensor
 
 from rlhf_launch.config.run import OnlineConfig
+from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.mismatch.attribution import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
 from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.placement.plans import rollout_plans, training_plans
@@ -104,7 +105,9 @@ def _start(
     with start_workers(executor, training, rollout, timeout_s=timeout_s) as workers:
         policy, pool = workers.training["policy"], workers.pool
         try:
-            sync = WeightSync(policy, pool, transports=executor.transports, timeout_s=timeout_s)
+            # The gap is what is asked for here, so it may be as large as it is.
+            options = WeightSyncSection(probe_every=0)
+            sync = WeightSync(policy, pool, transports=executor.transports, timeout_s=timeout_s, options=options)
         except ConfigError:  # a backend that takes no weights, such as a remote server
             sync = None
         yield policy, pool, sync

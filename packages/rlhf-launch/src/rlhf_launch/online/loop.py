@@ -83,7 +83,7 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         metrics |= clock.metrics(batch, overlapping=run.schedule.overlapping)
         metrics["idle_seconds/trainer"] = sum(waited.seconds.values())
         metrics["idle_seconds/engines"] = run.pool.take_idle_seconds()
-        metrics["weight_version"] = sync.version
+        metrics |= sync.metrics
         run.reporter.step(step + 1, metrics)
         for remark in remarks.new(metrics, passes=run.prompts.passes):
             run.reporter.say(remark)

@@ -46,6 +46,7 @@ def open_run(
         policy, transports = workers.training["policy"], workers.executor.transports
         sync = WeightSync(policy, pool, transports=transports, timeout_s=timeout_s, options=options)
         reporter.say(f"  weights travel by {sync.transport}")
+        reporter.say(f"  {sync.prove()}")
         reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer)
         stack.callback(close)
         limit = config.placement.max_restarts

@@ -47,7 +47,9 @@ class RolloutReplacement:
                     return
                 self._start(engine, reason)
                 if self._sync.version is None:
-                    self._pool.admit(engine)  # nothing was synced yet: it loaded the weights that the others have
+                    # Nothing was synced yet: it loaded the weights that the others have.
+                    self._sync.check_loaded(engine)
+                    self._pool.admit(engine)
                 else:
                     self._sync.bring_up(engine)
 

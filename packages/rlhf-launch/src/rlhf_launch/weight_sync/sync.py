@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -22,9 +23,13 @@ from rlhf_core import (
 )
 
 from rlhf_launch.config.weight_sync import WeightSyncSection
+from rlhf_launch.weight_sync.verification import AS_LOADED, ProbeFailed, SyncVerification
 from rlhf_launch.workers.handles import gather
+from rlhf_launch.workers.probe import ProbeReport
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
+
+_log = logging.getLogger(__name__)
 
 _RELEASE_S = 0.5
 
@@ -37,11 +42,25 @@ class SyncReport:
     bytes: int
     buckets: int
     seconds: float
-    """Time from the first control call to the last acknowledgement."""
+    """Time from the first control call to the last acknowledgement, the probe included."""
     partial: bool = False
     """Whether only changes were sent."""
     lost: tuple[str, ...] = ()
     """Engines that were found dead during this sync, with the reason; the others have the weights."""
+    probes: tuple[ProbeReport, ...] = ()
+    """What each engine answered to the probe; empty if this sync was not verified."""
+    probe_seconds: float = 0.0
+    """Time for the policy's answer to the probe and the slowest engine's."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the sync, for a log."""
+        metrics = {"weight_version": float(self.version)}
+        if self.probes:
+            metrics["sync/probe_seconds"] = self.probe_seconds
+            metrics["sync/probe_gap"] = max(report.gap.mean for report in self.probes)
+            metrics["sync/probe_gap_max"] = max(report.gap.largest for report in self.probes)
+        return metrics
 
 
 class WeightSync:
@@ -66,6 +85,10 @@ class WeightSync:
         self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
         self._shares_memory = True
         """False after a transfer through shared memory failed, perhaps for want of room."""
+        self._other_way = False
+        """Whether the next load is the second try of one that was found wrong."""
+        self._adapters = self._options.adapters == "adapter"
+        self._verification = SyncVerification(policy, pool, self._options)
         self.transport = self._choose_transport()
         """The kind of link that the weights travel by."""
         self.version: int | None = None
@@ -75,44 +98,87 @@ class WeightSync:
                 f"weight sync: delta={self._options.delta!r} needs more than the rollout backend can take "
                 f"(partial_sync={pool.partial_sync!r}); choose {pool.partial_sync!r}"
             )
-        if self._options.adapters == "adapter" and not pool.adapters:
+        if self._adapters and not pool.adapters:
             raise ConfigError(
                 "weight sync: adapters=adapter needs rollout engines that take an adapter alone, which the backend "
                 "vllm does and this one does not; write adapters: merged"
             )
 
     def __call__(self, version: int) -> SyncReport:
-        """Bring all engines to `version`. A failed transfer is tried once more, with all weights, over a new link.
+        """Bring all engines to `version`, and have them verify it by a probe.
 
-        Engines that turn out to be dead are left out (`RolloutPool.lost`), and the others go on.
+        A failed transfer is tried once more, with all weights, over a new link. So is a load that fails its probe,
+        by another way of loading as well (see `_try_another_way`). Engines that turn out to be dead are left out
+        (`RolloutPool.lost`), and the others go on.
 
         Raises:
             EngineDiedError: no engine is left.
             WeightSyncError: both tries failed; the engines refuse to sample until a sync succeeds.
         """
         lost_before = set(self._pool.lost)
-        errors: list[str] = []
-        while True:
-            dead = len(self._pool.lost)
-            try:
-                report = self._sync(version)
-                lost = {engine: why for engine, why in self._pool.lost.items() if engine not in lost_before}
-                return replace(report, lost=tuple(f"engine {engine}: {why}" for engine, why in lost.items()))
-            except UserError:
-                raise
-            except RLHFError as error:
-                # A link is never reused after a failure: its two ends may be at different buckets.
-                self._link, self.version = None, None
-                if not self._pool.live:
-                    raise EngineDiedError(f"no rollout engine is left to take weights: {error}") from error
-                if len(self._pool.lost) > dead:
-                    continue  # what failed is out now
-                errors.append(str(error))
-                self._shares_memory &= self.transport != "shm"
-                if len(errors) == 2:
-                    raise WeightSyncError(
-                        f"weights of version {version} could not be sent: {errors[0]}; over a new link: {errors[1]}"
-                    ) from error
+        errors: list[RLHFError] = []
+        try:
+            while True:
+                dead = len(self._pool.lost)
+                try:
+                    report = self._sync(version)
+                    lost = {engine: why for engine, why in self._pool.lost.items() if engine not in lost_before}
+                    return replace(report, lost=tuple(f"engine {engine}: {why}" for engine, why in lost.items()))
+                except UserError:
+                    raise
+                except RLHFError as error:
+                    # A link is never reused after a failure: its two ends may be at different buckets.
+                    self._link, self.version = None, None
+                    if not self._pool.live:
+                        raise EngineDiedError(f"no rollout engine is left to take weights: {error}") from error
+                    if len(self._pool.lost) > dead:
+                        continue  # what failed is out now
+                    errors.append(error)
+                    self._after_failure(version, errors)
+        finally:
+            self._other_way = False
+
+    def prove(self) -> str:
+        """Have all engines verify the weights that they were loaded with; says what was found.
+
+        Engines that do not agree with the policy get its weights as version 0.
+
+        Raises:
+            WeightSyncError: they do not agree after that either.
+        """
+        if not self._options.probe_every:
+            return "weight syncs are not verified: weight_sync.probe_every is 0"
+        if not self._verification.active:
+            return (
+                "weight syncs are not verified: the rollout backend cannot score given tokens (see "
+                "rlhf_core.ScoresTokens), so weights that it loads wrongly show in mismatch/log_prob_max at best"
+            )
+        check = self._verification.check(AS_LOADED)
+        what = f"{len(self._pool.live)} rollout engine(s) to score the tokens of a probe"
+        calls = [self._pool.call(engine, "probe", check) for engine in self._pool.live]
+        reports = list(zip(self._pool.live, gather(calls, what=what, timeout_s=self._timeout_s), strict=True))
+        try:
+            self._verification.accept(AS_LOADED, check, reports)
+        except ProbeFailed as error:
+            _log.warning("as loaded, engines do not compute what the policy does (%s); syncing them", error)
+            self(0)
+            return "the rollout engines were loaded with other weights than the policy's, and took its weights"
+        worst = max((report.gap for _, report in reports), key=lambda gap: gap.mean)
+        return f"weight syncs are verified by a probe; as loaded, engines and policy differ by {worst}"
+
+    def check_loaded(self, engine: int) -> None:
+        """Verify an engine that was started before the first sync, with the weights that all were loaded with.
+
+        Raises:
+            ProbeFailed: it does not compute what the policy does.
+        """
+        if not self._verification.active:
+            return
+        check = self._verification.check(AS_LOADED)
+        what = f"rollout engine {engine} to score the tokens of a probe"
+        call = self._pool.call(engine, "probe", check)
+        (report,) = gather([call], what=what, timeout_s=self._timeout_s)
+        self._verification.accept(AS_LOADED, check, [(engine, report)])
 
     def bring_up(self, engine: int) -> None:
         """Bring one engine, new or restarted, to the version that the others have, and use it again.
@@ -120,40 +186,98 @@ class WeightSync:
         The policy must not have taken a step since that version was sent; after one, sync instead.
 
         Raises:
-            WeightSyncError: there was no sync yet, or the transfer failed.
+            WeightSyncError: there was no sync yet, the transfer failed, or the engine fails its probe twice.
         """
         if self.version is None:
             raise WeightSyncError("no engine has weights to catch up with; call the sync itself")
+        errors: list[RLHFError] = []
+        try:
+            while True:
+                try:
+                    self._bring_up(engine, self.version)
+                    break
+                except ProbeFailed as error:
+                    errors.append(error)
+                    self._after_failure(self.version, errors)
+        finally:
+            self._other_way = False
+        self._pool.admit(engine)
+
+    def _bring_up(self, engine: int, version: int) -> None:
+        check = self._verification.check(version) if self._verification.active else None
         self.transport = self._choose_transport(engine)
         link = self._opened = self._policy.open_link(self.transport, self._pool.receivers_of(engine))
         self._link = None  # the trainer has one link at a time; the next sync opens one to all
-        what = f"rollout engine {engine} to be brought to weight version {self.version}"
+        what = f"rollout engine {engine} to be brought to weight version {version}"
         self._meet([self._policy.accept_link()], [self._pool.call(engine, "connect", link, 0)], [engine], what)
-        manifest = self._options_on(self._complete_manifest(self.version))
-        receiving = [self._pool.call(engine, "receive_weights", manifest)]
-        self._meet(self._policy.send(manifest), receiving, [engine], what)
-        self._pool.admit(engine)
+        manifest = self._options_on(self._complete_manifest(version))
+        receiving = [self._pool.call(engine, "receive_weights", manifest, check)]
+        load, *_ = self._meet(self._policy.send(manifest), receiving, [engine], what)
+        if check is not None:
+            self._verification.accept(version, check, [(engine, load.probe)])
 
     def _sync(self, version: int) -> SyncReport:
         begin = time.perf_counter()
+        # The policy answers first, so that engines can judge for themselves whether they may go on.
+        check = self._verification.check(version) if self._other_way or self._verification.due() else None
+        answered = time.perf_counter()
         if self._link is None:
             self._connect()
         manifest = self._options_on(self._manifest(version))
+        engines = self._pool.live
         # Both sides enter together: the receivers' calls are under way before the senders start.
-        receiving = self._pool.receive(manifest)
-        self._meet(
-            self._policy.send(manifest), receiving, self._pool.live, f"weights of version {version} to arrive"
-        )
+        receiving = self._pool.receive(manifest, check)
+        what = f"weights of version {version} to arrive"
+        loads = self._meet(self._policy.send(manifest), receiving, engines, what)[: len(engines)]
+        probes = tuple(load.probe for load in loads if load.probe is not None)
+        self._verification.accept(version, check, zip(engines, probes, strict=False))
         if self._options.delta != "none":
             self._policy.confirm(version)
         self.version = version
+        slowest = max((report.seconds for report in probes), default=0.0)
         return SyncReport(
             version=version,
             bytes=manifest.total_bytes,
             buckets=len(manifest.buckets()),
             seconds=time.perf_counter() - begin,
             partial=manifest.partial,
+            probes=probes,
+            probe_seconds=answered - begin + slowest if probes else 0.0,
         )
+
+    def _after_failure(self, version: int, errors: Sequence[RLHFError]) -> None:
+        """Prepare the second try.
+
+        Raises:
+            WeightSyncError: that was the second failure of its kind.
+        """
+        wrong = [error for error in errors if isinstance(error, ProbeFailed)]
+        failed = [error for error in errors if not isinstance(error, ProbeFailed)]
+        if len(wrong) == 2:
+            raise WeightSyncError(_finding(version, wrong, self.transport)) from wrong[1]
+        if len(failed) == 2:
+            raise WeightSyncError(
+                f"weights of version {version} could not be sent: {failed[0]}; over a new link: {failed[1]}"
+            ) from failed[1]
+        self._shares_memory &= self.transport != "shm"
+        if errors[-1] in wrong:
+            self._try_another_way(version, errors[-1])
+
+    def _try_another_way(self, version: int, error: RLHFError) -> None:
+        """Let the next load differ from the last one in all that can differ.
+
+        All weights travel in place of changes or adapters, over a new link, by files where all sides share a disk,
+        with checksums; and the backend takes another of its ways of loading (`WeightManifest.other_way`).
+        """
+        _log.warning(
+            "weight version %d is wrong as it was loaded (%s); loading all weights once more, another way",
+            version,
+            error,
+        )
+        self._other_way = True
+        if self._adapters:
+            self._adapters = False
+            _log.warning("from now on all weights travel, with the adapters merged into them")
 
     def _manifest(self, version: int) -> WeightManifest:
         options = self._options
@@ -163,17 +287,21 @@ class WeightSync:
 
     def _complete_manifest(self, version: int) -> WeightManifest:
         """A manifest of everything that an engine needs which has only the weights it was loaded with."""
-        options = self._options
-        adapters = options.adapters == "adapter"
-        return self._policy.manifest(version, bucket_bytes=options.bucket_bytes, adapters=adapters)
+        return self._policy.manifest(version, bucket_bytes=self._options.bucket_bytes, adapters=self._adapters)
 
     def _options_on(self, manifest: WeightManifest) -> WeightManifest:
+        if self._other_way:
+            return replace(manifest, checksums=True, other_way=True)
         return replace(manifest, checksums=True) if self._options.checksums else manifest
 
     def _choose_transport(self, *joining: int) -> str:
         """The best kind of link that every engine can join; shared memory only if all share it, `joining` too."""
         kinds = list(self._transports)
-        if "shm" in kinds and len(kinds) > 1 and not (self._shares_memory and self._on_one_host(joining)):
+        needs_host = self._other_way or ("shm" in kinds and len(kinds) > 1 and self._shares_memory)
+        on_one_host = needs_host and self._on_one_host(joining)
+        if self._other_way and on_one_host and not self._options.transport:
+            kinds.insert(0, "disk")
+        if "shm" in kinds and len(kinds) > 1 and not (self._shares_memory and on_one_host):
             kinds.remove("shm")
         return self._pool.choose_transport(kinds)
 
@@ -213,3 +341,15 @@ class WeightSync:
             if self._opened is not None:
                 with contextlib.suppress(RLHFError):
                     release_sender(self._opened)
+
+
+def _finding(version: int, wrong: Sequence[RLHFError], transport: str) -> str:
+    """What is said when a load was wrong twice."""
+    return (
+        f"rollout engines do not compute what the policy computes, with the weights of version {version}, which "
+        f"arrived whole. First try: {wrong[0]}. Second try, all weights over a new {transport} link with checksums "
+        f"and another way of loading: {wrong[1]}. Nothing was sampled with these weights. `rlhf doctor mismatch "
+        "CONFIG` compares the two sides; try rollout.backend: transformers, other rollout.options (without "
+        "quantisation, with enforce_eager: true) or another version of the backend. If such a difference is meant "
+        "to be, raise weight_sync.probe_limit"
+    )

@@ -18,15 +18,18 @@ from rlhf_core import (
     Link,
     PartialSync,
     PauseMode,
+    Precision,
     Sample,
     StaleWeightsError,
     WeightManifest,
+    coarser,
 )
 from rlhf_rollout import gather_or_cancel
 
 from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.handles import Handle, call_all, gather
 from rlhf_launch.workers.load import EngineLoads
+from rlhf_launch.workers.probe import ProbeCheck
 
 _STALE_PAUSE_S = 0.2
 
@@ -120,6 +123,18 @@ class RolloutPool:
         """Whether every engine takes adapters without the weights under them."""
         return all(capabilities.adapters for capabilities in self._capabilities)
 
+    @property
+    def token_scores(self) -> Precision | None:
+        """The coarsest numbers in which an engine scores given tokens; None if one of them cannot."""
+        found = [capabilities.token_scores for capabilities in self._capabilities]
+        known: list[Precision] = [precision for precision in found if precision is not None]
+        return coarser(*known) if known and len(known) == len(found) else None
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus response tokens that fit into every engine."""
+        return min(self._all("max_model_len", what="tell how long a sequence may be"))
+
     def choose_transport(self, preferred: Sequence[str]) -> str:
         """The first of `preferred` that every engine can join."""
         for kind in preferred:
@@ -196,9 +211,9 @@ class RolloutPool:
             rank += self._capabilities[engine].receivers
         return futures
 
-    def receive(self, manifest: WeightManifest) -> list[Any]:
-        """Start receiving on every live engine; returns futures of seconds in the order of `live`."""
-        return [self._handles[engine].call("receive_weights", manifest) for engine in self.live]
+    def receive(self, manifest: WeightManifest, check: ProbeCheck | None = None) -> list[Any]:
+        """Start receiving on every live engine; returns futures of LoadReport in the order of `live`."""
+        return [self._handles[engine].call("receive_weights", manifest, check) for engine in self.live]
 
     def call(self, engine: int, method: str, *args: Any) -> Any:
         """Start a method of one engine's worker; returns a future."""

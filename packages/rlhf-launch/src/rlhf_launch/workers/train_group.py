@@ -14,12 +14,14 @@ from rlhf_core import (
     Loss,
     ModelOutputs,
     StepReport,
+    TokenRows,
     WeightManifest,
     deal,
     units_together,
 )
 
 from rlhf_launch.workers.handles import Handle, call_all, gather
+from rlhf_launch.workers.probe import ProbedModel, Scores
 
 
 class TrainGroup:
@@ -52,6 +54,22 @@ class TrainGroup:
         ]
         parts = gather(futures, what=f"{self.name} to score a batch", timeout_s=self._timeout_s)
         return _first_rows(_reassemble(enough, dealt, parts), batch.rows)
+
+    def describe_model(self) -> ProbedModel:
+        """What a probe of synced weights must know of the model."""
+        call = self._handles[0].call("describe_model")
+        return gather([call], what=f"{self.name} to describe its model", timeout_s=self._timeout_s)[0]
+
+    def score_tokens(self, rows: TokenRows) -> Scores:
+        """Log-probs of the tokens of rows of one length, from the second on, with the weights of now."""
+        tokens = torch.tensor(rows)
+        answers = torch.ones_like(tokens).bool()
+        answers[:, 0] = False
+        batch = Batch(token_ids=tokens, attention_mask=torch.ones_like(answers), response_mask=answers)
+        scores = self.score(batch).log_probs
+        if scores is None:
+            raise TypeError(f"{self.name}: the training engine gave no log_probs")
+        return tuple(map(tuple, scores[:, 1:].tolist()))
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
         """See TrainEngine. The batch may have fewer units than there are ranks."""

@@ -35,6 +35,7 @@ from rlhf_core import (
     shared_memory_id,
 )
 
+from rlhf_launch.workers.probe import ProbedModel, describe_model
 from rlhf_launch.workers.process import host_address, loading, seed_everything
 
 
@@ -92,6 +93,16 @@ class TrainWorker:
     def capabilities(self) -> TrainCapabilities:
         """See TrainEngine."""
         return self.engine.capabilities(self._config)
+
+    def describe_model(self) -> ProbedModel:
+        """What a probe of synced weights must know of the model."""
+        config = self._config
+        return describe_model(
+            config.model,
+            precision=config.dtype,
+            adapters=config.lora is not None,
+            trust_remote_code=config.trust_remote_code,
+        )
 
     def score(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
         """See TrainEngine."""

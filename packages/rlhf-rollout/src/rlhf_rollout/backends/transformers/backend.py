@@ -6,7 +6,8 @@ One thread owns the model (`loop`); `decoder` grows a batch with cached states, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ from rlhf_core import (
 
 from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
 from rlhf_rollout.backends.transformers.loop import DecodingLoop
+from rlhf_rollout.backends.transformers.token_sampling import score_rows
+
+_loading = threading.Lock()
+"""Held while a model is loaded: Transformers then switches the default device and dtype of the whole process."""
 
 
 class TransformersBackend:
@@ -53,9 +58,10 @@ class TransformersBackend:
                 "rollout: the transformers backend runs on one device, got "
                 f"tensor_parallel_size={config.tensor_parallel_size}; use the vllm backend or set it to 1"
             )
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
-        )
+        with _loading:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+            )
         self._config = config
         self._model = model.to(config.device).eval().requires_grad_(False)
         self._end_of_text = _end_of_text(model)
@@ -71,7 +77,9 @@ class TransformersBackend:
         """See RolloutBackend."""
         cuda = torch.device(self._config.device).type == "cuda"
         kinds = {"local", "gloo", "shm", "disk"} | ({"nccl", "ipc"} if cuda else set())
-        return BackendCapabilities(transports=frozenset(kinds), partial_sync="values")
+        return BackendCapabilities(
+            transports=frozenset(kinds), partial_sync="values", token_scores=self._config.dtype
+        )
 
     @property
     def weight_version(self) -> int:
@@ -109,6 +117,19 @@ class TransformersBackend:
         """See RolloutBackend."""
         await self._between_steps(lambda: self._take_weights(manifest))
 
+    async def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ScoresTokens."""
+        for row in rows:
+            if not 2 <= len(row) < self._config.max_model_len:
+                raise CapabilityError(
+                    f"rows to score need at least 2 tokens and fewer than max_model_len="
+                    f"{self._config.max_model_len}, got {len(row)}"
+                )
+            self._check_ids("a row to score", row)
+        scores: list[list[float]] = []
+        await self._between_steps(lambda: scores.extend(self._score(rows)))
+        return scores
+
     async def sleep(self) -> None:
         """Does nothing, as the capabilities say."""
 
@@ -138,8 +159,11 @@ class TransformersBackend:
                 f"{name}: the transformers backend has no stop strings, got {request.sampling.stop}; "
                 "use stop_token_ids or the vllm backend"
             )
+        self._check_ids(name, (*request.prompt_token_ids, *request.sampling.stop_token_ids))
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         vocab = self._model.get_input_embeddings().num_embeddings
-        if bad := [t for t in (*request.prompt_token_ids, *request.sampling.stop_token_ids) if not 0 <= t < vocab]:
+        if bad := [token for token in ids if not 0 <= token < vocab]:
             raise CapabilityError(
                 f"{name}: token id {bad[0]} is outside the model's vocabulary of {vocab}; "
                 "tokenise with this model's tokenizer"
@@ -156,14 +180,23 @@ class TransformersBackend:
 
     # ------------------------------------------------------------ the loop's thread
 
+    def _score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        if self._loop.refuses:
+            raise StaleWeightsError("the last weight sync failed; sync again before scoring")
+        return score_rows(self._model, rows)
+
     def _take_weights(self, manifest: WeightManifest) -> None:
         try:
             if self._receiver is None:
                 raise WeightSyncError("receive_weights before connect: there is no weight link to receive from")
             check_base(manifest, None if self._loop.refuses else self._loop.version)
             check_coverage(manifest, self._model)
-            held = checkpoint_views(self._model)
-            receive_weights(manifest, self._receiver, copy_into(self._model), base=lambda name: _weight(held, name))
+            if manifest.other_way:
+                self._model = self._decoder.model = _loaded_anew(self._model, manifest, self._receiver)
+            else:
+                held = checkpoint_views(self._model)
+                load = copy_into(self._model)
+                receive_weights(manifest, self._receiver, load, base=lambda name: _weight(held, name))
         except Exception as error:
             reason = f"the last weight sync failed; sync again before sampling: {error}"
             self._loop.refuse(StaleWeightsError(reason))
@@ -181,6 +214,15 @@ def _weight(held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if name not in held:
         raise WeightSyncError(f"the generator's model has no weight {name!r}")
     return held[name]
+
+
+def _loaded_anew(model: Any, manifest: WeightManifest, receiver: Receiver) -> Any:
+    """Another model of the same kind, which Transformers loads from all weights as it loads a checkpoint."""
+    weights: dict[str, torch.Tensor] = {}
+    receive_weights(manifest, receiver, lambda pairs: weights.update((name, t.clone()) for name, t in pairs))
+    with _loading:
+        new = type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=model.dtype)
+    return new.to(model.device).eval().requires_grad_(False)
 
 
 def _end_of_text(model: Any) -> frozenset[int]:

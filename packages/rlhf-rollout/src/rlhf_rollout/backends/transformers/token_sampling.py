@@ -1,8 +1,9 @@
-"""Drawing the next token of several samples at once, each with its own settings and random stream."""
+"""Drawing the next token of several samples at once, each with its own settings; scoring tokens that are given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -61,3 +62,14 @@ def candidate_log_probs(
     keep[:, 0] = True
     kept = torch.zeros_like(keep).scatter(-1, order, keep)
     return log_probs.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
+
+
+@torch.inference_mode()
+def score_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probs of each row's tokens, from the second on, at temperature 1. Each row runs by itself."""
+    scores = []
+    for row in rows:
+        ids = torch.tensor([list(row)], device=model.device)
+        log_probs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+        scores.append(log_probs.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist())
+    return scores

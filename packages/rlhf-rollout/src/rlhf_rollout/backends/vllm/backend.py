@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from rlhf_rollout.backends.vllm.options import (
     worker_count,
 )
 from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
+from rlhf_rollout.backends.vllm.scoring import check_rows, score_precision, score_rows
 from rlhf_rollout.backends.vllm.weights import EngineWeights
 from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers
 
@@ -134,6 +136,10 @@ class VLLMBackend:
         """See RolloutBackend. Requests that are running continue under the new weights."""
         await self._call(lambda engine: self._weights.receive(engine, self._loop, manifest))
 
+    async def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ScoresTokens. Requests that are running stand still meanwhile."""
+        return await self._call(lambda engine: self._score(engine, rows))
+
     async def sleep(self) -> None:
         """See RolloutBackend; does something with the option `enable_sleep_mode` on a GPU."""
         if self._capabilities.sleep:
@@ -156,6 +162,15 @@ class VLLMBackend:
     def _resume(self, engine: LLMEngine) -> None:
         self._weights.check_present(engine, self._loop)
         self._loop.resume(engine)
+
+    def _score(self, engine: LLMEngine, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        limit, vocab_size = self._config.max_model_len, engine.model_config.get_vocab_size()
+        check_rows(rows, max_model_len=limit, vocab_size=vocab_size)
+        self._weights.check_usable()
+        self._loop.settle(engine)
+        scores = score_rows(engine, rows, self._lora_request)
+        self._loop.settle(engine)
+        return scores
 
     def _sleep(self, engine: LLMEngine) -> None:
         level = VLLMOptions.of(self._config).sleep_level
@@ -191,6 +206,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
         stop_strings=not arguments["skip_tokenizer_init"],
         adapters=bool(arguments.get("enable_lora")),
         sleep=bool(config.options.get("enable_sleep_mode", False)),
+        token_scores=score_precision(config),
     )
 
 

@@ -36,7 +36,7 @@ class EngineWeights:
         self._adapters = adapters
         self._base: int | None = 0
         """Version of the model's own weights, an adapter apart; None if they are undefined."""
-        self._stale = False
+        self._stale: str | None = None
         self._dropped = False
         self._link: Link | None = None
 
@@ -48,6 +48,15 @@ class EngineWeights:
         """Refuse requests while weights that sleep dropped have not come again."""
         if self._dropped:
             loop.refuse(engine, StaleWeightsError("weights were dropped by sleep and not sent since; sync first"))
+
+    def check_usable(self) -> None:
+        """Refuse to compute with weights that are not there.
+
+        Raises:
+            StaleWeightsError: the last transfer failed, or sleep dropped the weights.
+        """
+        if self._dropped or self._stale is not None:
+            raise StaleWeightsError(self._stale or "weights were dropped by sleep and not sent since; sync first")
 
     def connect(self, engine: LLMEngine, link: Link, rank: int) -> None:
         """Let all workers join a link.
@@ -102,13 +111,13 @@ class EngineWeights:
             raise WeightSyncError(problem)
         engine.set_weight_version(str(manifest.version))
         self.version = manifest.version
-        self._dropped = self._stale = False
+        self._dropped, self._stale = False, None
         loop.accept()
 
     def _check_base(self, manifest: WeightManifest) -> None:
         if manifest.adapter is None:
             # An adapter was on top of the base: what came since that is no change to anything held here.
-            plain = self._base == self.version and not self._stale
+            plain = self._base == self.version and self._stale is None
             check_base(manifest, self._base if plain else None)
         elif manifest.base_version != self._base:
             held = "weights that a failed sync or sleep left" if self._base is None else f"version {self._base}"
@@ -131,5 +140,5 @@ class EngineWeights:
         return failure
 
     def _refuse(self, engine: LLMEngine, loop: VLLMLoop, problem: str) -> None:
-        self._stale = True
-        loop.refuse(engine, StaleWeightsError(f"{problem}; sampling goes on after the next complete sync"))
+        self._stale = f"{problem}; sampling goes on after the next complete sync"
+        loop.refuse(engine, StaleWeightsError(self._stale))

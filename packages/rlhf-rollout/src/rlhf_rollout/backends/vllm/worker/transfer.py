@@ -55,6 +55,7 @@ class ManifestInfo(WeightTransferUpdateInfo):
     base_version: int | None
     checksums: bool
     keep_base: bool
+    other_way: bool
 
 
 class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
@@ -109,13 +110,19 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
         self._held = held
 
     def _receive(self, manifest: WeightManifest, receiver: Receiver, held: WeightCopy | None) -> None:
-        if held is None:
+        if manifest.other_way:
+            # All at once, out of memory that nothing writes to again, in place of bucket after bucket.
+            copy = held or WeightCopy()
+            receive_weights(manifest, receiver, copy.take)
+            model: Any = self.model
+            model.load_weights(copy.everything())
+        elif held is None:
             receive_weights(manifest, receiver, self._load)
         elif not manifest.partial:
             receive_weights(manifest, receiver, lambda weights: self._load(held.passing(weights)))
         else:
             receive_weights(manifest, receiver, held.take, base=held.value)
-            model: Any = self.model
+            model = self.model
             model.load_weights(held.with_partners(spec.name for spec in manifest.tensors))
 
     def finish_weight_update(self) -> None:

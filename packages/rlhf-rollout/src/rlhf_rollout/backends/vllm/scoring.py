@@ -1,0 +1,90 @@
+"""Scoring given tokens on a vLLM engine; runs on the engine's thread, between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from rlhf_core import CapabilityError, Precision, RolloutConfig
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def score_precision(config: RolloutConfig) -> Precision:
+    """The numbers that an engine of this configuration computes in; unquantised checkpoints only."""
+    coarse = config.options.get("quantization") or config.options.get("kv_cache_dtype", "auto") not in (
+        "auto",
+        config.dtype,
+    )
+    return "quantized" if coarse else config.dtype
+
+
+def check_rows(rows: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
+    """Refuse what vLLM would refuse, or read wrongly.
+
+    Raises:
+        CapabilityError: a row is too short or too long, or has an id outside the vocabulary.
+    """
+    for row in rows:
+        if not 2 <= len(row) < max_model_len:
+            raise CapabilityError(
+                f"rows to score need at least 2 tokens and fewer than max_model_len={max_model_len}, got {len(row)}"
+            )
+        if bad := [token for token in row if not 0 <= token < vocab_size]:
+            raise CapabilityError(
+                f"a row to score has the token id {bad[0]}, outside the vocabulary of {vocab_size}"
+            )
+
+
+def score_rows(engine: LLMEngine, rows: Sequence[Sequence[int]], lora_request: Any) -> list[list[float]]:
+    """Log-probs of each row's tokens, from the second on; nothing else is computed meanwhile."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    names = {f"score-{index}": index for index in range(len(rows))}
+    scores: list[list[float]] = [[] for _ in rows]
+    with _others_set_aside(engine):
+        for name, index in names.items():
+            prompt: Any = {"type": "token", "prompt_token_ids": list(rows[index])}
+            engine.add_request(name, prompt, params, lora_request=lora_request)
+        while names:
+            for output in engine.step():
+                if output.finished and output.request_id in names:
+                    scores[names.pop(output.request_id)] = _prompt_log_probs(cast("RequestOutput", output))
+    return scores
+
+
+@contextlib.contextmanager
+def _others_set_aside(engine: LLMEngine) -> Iterator[None]:
+    """Let the engine compute what is added inside this block, and nothing of the requests that it has.
+
+    Those that run lose their cached states, which are computed again when they go on: the memory may be needed.
+    """
+    from vllm.v1.core.sched.request_queue import create_request_queue
+
+    client: Any = engine.engine_core
+    scheduler = client.engine_core.scheduler
+    engine.reset_prefix_cache(reset_running_requests=True)
+    waiting, scheduler.waiting = scheduler.waiting, create_request_queue(scheduler.policy)
+    try:
+        yield
+    finally:
+        scheduler.waiting = waiting
+
+
+def _prompt_log_probs(output: RequestOutput) -> list[float]:
+    flat = cast(Any, output.prompt_logprobs)
+    # The first token has none; of the others the row's own token comes first.
+    places = list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]
+    return [flat.logprobs[start] for start, _ in places]
