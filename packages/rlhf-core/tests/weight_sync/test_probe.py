@@ -35,8 +35,8 @@ def test_a_limit_is_calibrated_by_what_was_seen_and_never_rises():
         return ProbeGap(mean=mean, median=median, largest=1.0, tokens=9)
 
     limit = probe_limit("bfloat16")
-    usual = limit.calibrated(gap(0.02, 0.01), "bfloat16")
-    assert (usual.mean, usual.median) == (0.08, 0.04)
+    usual = limit.calibrated(gap(0.04, 0.01), "bfloat16")
+    assert (usual.mean, usual.median) == (0.16, 0.04)
     assert limit.calibrated(gap(1.0, 1.0), "bfloat16") == limit
     quiet = limit.calibrated(gap(0.0, 0.0), "bfloat16")
     assert 0 < quiet.mean < usual.mean

@@ -126,9 +126,11 @@ class RolloutPool:
     @property
     def token_scores(self) -> Precision | None:
         """The coarsest numbers in which an engine scores given tokens; None if one of them cannot."""
-        found = [capabilities.token_scores for capabilities in self._capabilities]
-        known: list[Precision] = [precision for precision in found if precision is not None]
-        return coarser(*known) if known and len(known) == len(found) else None
+        coarsest: Precision | None = "float32"
+        for capabilities in self._capabilities:
+            scores: Precision | None = capabilities.token_scores
+            coarsest = None if scores is None or coarsest is None else coarser(coarsest, scores)
+        return coarsest if self._capabilities else None
 
     @property
     def max_model_len(self) -> int:
