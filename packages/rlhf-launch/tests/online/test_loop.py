@@ -54,7 +54,8 @@ class Run:
             pool=types.SimpleNamespace(lost={}, take_idle_seconds=lambda: 0.0),
             sync=None,
             replacement=types.SimpleNamespace(
-                suspended=contextlib.nullcontext, sync=lambda version: types.SimpleNamespace(metrics={"weight_version": version})
+                suspended=contextlib.nullcontext,
+                sync=lambda version: types.SimpleNamespace(metrics={"weight_version": version}),
             ),
             evaluator=self.evaluate,
             reporter=self.reporter,
