@@ -90,7 +90,7 @@ def kto(outputs: ModelOutputs, batch: Batch, config: KTOConfig) -> LossTerms:
     log_ratio = response_log_probs(outputs, batch) - reference_log_probs(batch)
     baseline = batch["kl_baseline"] if config.needs_kl_baseline else torch.zeros_like(log_ratio)
     gain = config.beta * (log_ratio - baseline)
-    weights = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
+    weights = torch.full_like(gain, config.undesirable_weight).masked_fill(desirable, config.desirable_weight)
     if config.loss == "bco":
         shift = batch["reward_shift"].to(gain.dtype)
         losses = -weights * logsigmoid(torch.where(desirable, gain - shift, shift - gain))

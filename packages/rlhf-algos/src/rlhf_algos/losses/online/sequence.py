@@ -133,8 +133,8 @@ def vespo(outputs: ModelOutputs, batch: Batch, config: VESPOConfig) -> LossTerms
         batch = replace(batch, columns=columns)
     log_w = log_ratio.sum(dim=1, keepdim=True).clamp(math.log(_SMALLEST), 20)
     positive = advantages >= 0
-    power = torch.where(positive, config.power_positive, config.power_negative)
-    decay = torch.where(positive, config.decay_positive, config.decay_negative)
+    power = torch.full_like(advantages, config.power_negative).masked_fill(positive, config.power_positive)
+    decay = torch.full_like(advantages, config.decay_negative).masked_fill(positive, config.decay_positive)
     weight = (power * log_w + decay * (1 - log_w.exp())).exp()
     log_probs = outputs.log_probs.masked_fill(~mask, 0)  # type: ignore[union-attr]
     metrics = {"sequence_weight": mean_of(weight, mask)}

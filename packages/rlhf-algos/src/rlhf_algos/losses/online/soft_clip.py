@@ -75,7 +75,8 @@ def sapo(outputs: ModelOutputs, batch: Batch, config: SAPOConfig) -> LossTerms:
     """
     advantages = token_advantages(batch)
     ratio = policy_log_ratios(outputs, batch, config.log_ratio_limit).exp()
-    tau = torch.where(advantages > 0, config.temperature_positive, config.temperature_negative)
+    positive, negative = config.temperature_positive, config.temperature_negative
+    tau = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
     sigmoid = torch.sigmoid(tau * (ratio - 1))
     metrics = {"gate": mean_of(4 * sigmoid * (1 - sigmoid), policy_mask(batch))}
     return finish_policy_loss(-advantages * sigmoid * 4 / tau, outputs, batch, config, metrics)

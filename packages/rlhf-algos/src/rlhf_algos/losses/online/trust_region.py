@@ -84,7 +84,7 @@ def _inside(outputs: ModelOutputs, batch: Batch, config: DPPOConfig) -> Bool[Ten
     moved = _divergence(old, log_probs, config.divergence)
     rose = log_probs > old
     high = config.limit_low if config.limit_high is None else config.limit_high
-    beyond = moved > torch.where(rose, high, config.limit_low)
+    beyond = moved > torch.full_like(moved, config.limit_low).masked_fill(rose, high)
     further = torch.ones_like(rose) if config.symmetric else torch.where(rose, advantages > 0, advantages < 0)
     return ~(beyond & further)
 
