@@ -62,6 +62,13 @@ def families(session):
         session.run("python", f"packages/{script}", "docs/families.md", *session.posargs, env=ENVIRONMENT)
 
 
+@nox.session
+def vectors(session):
+    """Write the frozen vectors of losses and estimators; the tests fail where they are stale."""
+    script = "packages/rlhf-algos/tests/vectors/write_vectors.py"
+    session.run("python", script, "packages/rlhf-algos/src/rlhf_algos/testing/vectors", env=ENVIRONMENT)
+
+
 @nox.session(venv_backend="uv")
 def algos_alone(session):
     """DPO and KTO in an environment that holds only the rlhf-algos wheel and what it needs."""

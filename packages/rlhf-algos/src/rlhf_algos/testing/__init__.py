@@ -1,5 +1,7 @@
 """What must hold for every loss and every advantage estimator, as pytest classes to subclass. Needs `pytest`.
 
+The frozen vectors beside them, `check_vectors`, are for other implementations of the same functions.
+
 from rlhf_algos.testing import LossCase, LossInvariances
 
 class TestMyLoss(LossInvariances):
@@ -18,5 +20,15 @@ if "pytest" in sys.modules:
 from rlhf_algos.testing.advantages import AdvantageInvariances
 from rlhf_algos.testing.losses import LossCase, LossInvariances
 from rlhf_algos.testing.samples import sample_batch, sample_outputs
+from rlhf_algos.testing.vectors.reader import VectorCase, check_vectors, load_vectors
 
-__all__ = ["AdvantageInvariances", "LossCase", "LossInvariances", "sample_batch", "sample_outputs"]
+__all__ = [
+    "AdvantageInvariances",
+    "LossCase",
+    "LossInvariances",
+    "VectorCase",
+    "check_vectors",
+    "load_vectors",
+    "sample_batch",
+    "sample_outputs",
+]
