@@ -76,14 +76,25 @@ def save_tiny_model(
 
 
 def save_tiny_experts(
-    path: Path | str, family: Literal["mixtral", "qwen3_moe"] = "mixtral", *, seed: int = 0, tokenizer: bool = True
+    path: Path | str,
+    family: Literal["mixtral", "qwen3_moe", "jamba"] = "mixtral",
+    *,
+    seed: int = 0,
+    tokenizer: bool = True,
 ) -> str:
     """Write a random float32 mixture of experts (2 layers, 2 of its experts per token) and the byte tokenizer.
 
-    Mixtral has 4 experts, Qwen3-MoE 8. Transformers keeps the experts of a layer in one tensor; the checkpoint
-    has each by itself. Returns the path.
+    Mixtral and Jamba have 4 experts, Qwen3-MoE 8; Jamba's first layer carries a state along the sequence.
+    Transformers keeps the experts of a layer in one tensor; the checkpoint has each by itself. Returns the path.
     """
-    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        JambaConfig,
+        JambaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(seed)
     shape = {
@@ -104,6 +115,16 @@ def save_tiny_experts(
         model = MixtralForCausalLM(
             MixtralConfig(intermediate_size=128, num_local_experts=4, sliding_window=None, **shape)
         )
+    elif family == "jamba":
+        layers = {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 8,
+        }
+        model = JambaForCausalLM(JambaConfig(intermediate_size=128, num_experts=4, **layers, **shape))
     else:
         experts = {"num_experts": 8, "moe_intermediate_size": 64, "norm_topk_prob": True, "head_dim": 32}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=128, **experts, **shape))

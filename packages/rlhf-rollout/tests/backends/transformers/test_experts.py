@@ -14,7 +14,7 @@ REQUEST = GenerationRequest(
 )
 
 
-@pytest.fixture(params=["mixtral", "qwen3_moe"])
+@pytest.fixture(params=["mixtral", "qwen3_moe", "jamba"])
 def served(request, tmp_path):
     path = save_tiny_experts(tmp_path, request.param)
     backend = TransformersBackend(RolloutConfig(model=path, max_model_len=128))
@@ -40,10 +40,39 @@ def test_log_probs_agree_before_and_after_every_sync(served):
         assert gap(backend, trainer) < 1e-4
 
 
+def test_rows_of_several_lengths_join_and_leave(served):
+    """Jamba keeps a state beside keys and values, which rows take along."""
+    backend, trainer = served
+    requests = [
+        GenerationRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(range(40, 40 + length)),
+            sampling=SamplingConfig(max_tokens=4 + 3 * number),
+            n=2,
+            seed=number,
+        )
+        for number, length in enumerate((12, 5, 20))
+    ]
+
+    async def staggered():
+        running = []
+        for request in requests:
+            running.append(asyncio.create_task(backend.generate(request)))
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*running)
+
+    for request, result in zip(requests, asyncio.run(staggered()), strict=True):
+        for sample in result.samples:
+            assert torch.allclose(trainer.log_probs(request, sample), torch.tensor(sample.log_probs), atol=1e-4)
+
+
 @pytest.mark.parametrize(("mode", "share"), [("tensors", 0.5), ("values", 0.01)])
 def test_a_change_of_one_expert_travels_alone(served, mode, share):
     backend, trainer = served
     source = DeltaSource(ModuleWeights(trainer.model), mode=mode)
+    experts = next(
+        part for name, part in trainer.model.named_modules() if ".1." in name and name.endswith(".experts")
+    )
 
     async def both():
         sender = await connect(backend, "local", timeout_s=30)
@@ -54,10 +83,10 @@ def test_a_change_of_one_expert_travels_alone(served, mode, share):
             await send_and_receive(backend, source, sender, manifest)
             source.confirm(version)
             with torch.no_grad():
-                trainer.model.model.layers[1].mlp.experts.gate_up_proj[2, :3] += 0.5
+                experts.gate_up_proj[2, :3] += 0.5
         sender.close()
         with torch.no_grad():  # the last change was not sent
-            trainer.model.model.layers[1].mlp.experts.gate_up_proj[2, :3] -= 0.5
+            experts.gate_up_proj[2, :3] -= 0.5
         return sizes
 
     whole, partial = asyncio.run(both())

@@ -12,6 +12,7 @@ from rlhf_core import FinishReason, GenerationRequest, Sample
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf_rollout.backends.transformers.states import join_rows, new_states, select_rows
 from rlhf_rollout.backends.transformers.token_sampling import draw_tokens
 
 
@@ -104,9 +105,7 @@ class Decoder:
         mask = self._mask[index]
         padding = int((~mask).long().cumprod(dim=1).sum(dim=1).min())
         self._mask = mask[:, padding:]
-        for layer in self._states.layers:
-            layer.keys = layer.keys[index, :, padding:]
-            layer.values = layer.values[index, :, padding:]
+        select_rows(self._states, index, padding)
 
     def _append(self, logits: Float[Tensor, "rows vocab"], version: int) -> None:
         for row, draw in enumerate(self.draws):
@@ -126,8 +125,6 @@ class Decoder:
 
     def _compute(self, draws: Sequence[Draw]) -> Float[Tensor, "rows vocab"]:
         """Logits after the sequences of `draws`, from the first token on; replaces states and mask by theirs."""
-        from transformers import DynamicCache
-
         unique = {sequence: index for index, sequence in enumerate(dict.fromkeys(d.sequence for d in draws))}
         width = max(map(len, unique))
         device = self.model.device
@@ -135,10 +132,10 @@ class Decoder:
         self._mask = torch.arange(width, device=device) >= width - torch.tensor(
             [[len(s)] for s in unique], device=device
         )
-        self._states = DynamicCache()
+        self._states = new_states(self.model.config)
         logits = self._forward(ids, (self._mask.long().cumsum(dim=1) - 1).clamp(min=0))
         rows = torch.tensor([unique[draw.sequence] for draw in draws], device=device)
-        self._states.batch_select_indices(rows)
+        select_rows(self._states, rows, 0)
         self._mask = self._mask[rows]
         return logits[rows]
 
@@ -158,7 +155,5 @@ class Decoder:
         """Put rows with these states above the ones just computed, all padded to one length on the left."""
         width = max(mask.shape[1], self._mask.shape[1])
         above, below = width - mask.shape[1], width - self._mask.shape[1]
-        for old, new in zip(states.layers, self._states.layers, strict=True):
-            new.keys = torch.cat([pad(old.keys, (0, 0, above, 0)), pad(new.keys, (0, 0, below, 0))])
-            new.values = torch.cat([pad(old.values, (0, 0, above, 0)), pad(new.values, (0, 0, below, 0))])
+        join_rows(states, self._states, above, below)
         self._mask = torch.cat([pad(mask, (above, 0)), pad(self._mask, (below, 0))])
