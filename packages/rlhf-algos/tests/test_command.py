@@ -103,7 +103,7 @@ def test_print_config_shows_every_default_and_can_be_read_again(call, tmp_path, 
         (["train.ranks=2"], ["train.ranks=2", "rlhf offline dpo"]),
         (["train.optimizer.learning_rate=.nan"], ["learning_rate must be a finite number"]),
         (["train.optimizer.learning_rate=.inf"], ["learning_rate must be a finite number"]),
-        (["output=pairs.jsonl"], ["'pairs.jsonl' cannot be written"]),
+        (["output=pairs.jsonl"], ["pairs.jsonl' cannot be written"]),
         (["batch_size"], ["not of the form key=value"]),
     ],
 )
@@ -113,7 +113,7 @@ def test_mistakes_are_one_message_and_exit_code_2(call, tmp_path, model, overrid
     (tmp_path / "columns.jsonl").write_text('{"prompt": "a", "better": "b", "rejected": "c"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     turns = {name: [{"role": name, "content": name}] for name in ("user", "assistant")}
-    chat = {"prompt": turns["user"], "chosen": turns["assistant"], "rejected": turns["assistant"]}
+    chat = {"prompt": turns["user"], "chosen": turns["assistant"], "rejected": turns["user"]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     plain = byte_tokenizer()
     plain.chat_template = None

@@ -13,7 +13,6 @@ def test_all_is_sorted_and_pinned():
     assert rlhf_launch.__all__ == [
         "AlgorithmSection",
         "CheckedReward",
-        "CheckpointStore",
         "CollectReport",
         "Diagnosis",
         "DynamicSampling",

@@ -10,11 +10,10 @@ import math
 
 import pytest
 import torch
-from rlhf_algos import from_mapping
+from rlhf_algos import CheckpointStore, from_mapping
 from rlhf_core import ResourceError, SamplingConfig, collate
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.loop import restore, run_steps
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.preflight import check_inputs
@@ -150,7 +149,7 @@ def test_restored_engines_go_on_bit_for_bit(run):
     for path in sorted((folder / "step-000003").rglob("*"), reverse=True):
         path.rmdir()
     (folder / "step-000003").rmdir()
-    restore(run)
+    restore(run, run.state.store.latest())
     assert run.state.step == 2
     assert run.pool.weight_versions() == [2]
     run_steps(run)
@@ -260,7 +259,7 @@ def test_asynchronous_training_over_a_resume(run, config, tmp_path):
         run_steps(half)
         waiting = producer.state()["ledger"]
         assert len(waiting["in_flight"]) + len(waiting["finished"]) > 0
-        restore(whole)
+        restore(whole, whole.state.store.latest())
         run_steps(whole)
         counts = producer.ledger.counts
         assert counts["dispatched"] == counts["consumed"] == 4 * 6

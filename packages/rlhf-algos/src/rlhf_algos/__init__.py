@@ -213,6 +213,13 @@ from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
+from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
+from rlhf_algos.run_directory.directory import RunDirectory, Start, open_run_directory
+from rlhf_algos.run_directory.fingerprint import run_fingerprint
+from rlhf_algos.run_directory.lock import DirectoryLock
+from rlhf_algos.run_directory.manifest import check_seen_here, files_below
+from rlhf_algos.run_directory.paths import absolute_path, with_absolute_paths
+from rlhf_algos.run_directory.schedule import CheckpointSchedule
 from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.model import TorchOptions
@@ -238,7 +245,10 @@ __all__ = [
     "CISPOConfig",
     "CPOConfig",
     "CPOLoss",
+    "Checkpoint",
+    "CheckpointSchedule",
     "CheckpointSection",
+    "CheckpointStore",
     "ClipCovConfig",
     "CorrectionMode",
     "DPOConfig",
@@ -247,6 +257,7 @@ __all__ = [
     "DataSection",
     "DataSource",
     "Decay",
+    "DirectoryLock",
     "DistillConfig",
     "Divergence",
     "DivergenceConfig",
@@ -318,11 +329,13 @@ __all__ = [
     "RoleBaselines",
     "Row",
     "RowScorer",
+    "RunDirectory",
     "SAPOConfig",
     "SFTConfig",
     "SFTLoss",
     "SFTMean",
     "SimPOConfig",
+    "Start",
     "Statistic",
     "Supervision",
     "TPOConfig",
@@ -331,10 +344,12 @@ __all__ = [
     "TorchOptions",
     "TrainResult",
     "TrainSection",
+    "Unpublished",
     "VESPOConfig",
     "ValueClipConfig",
     "WhitenConfig",
     "Whitening",
+    "absolute_path",
     "add_aux_loss",
     "aggregate",
     "alpha_reward",
@@ -346,6 +361,7 @@ __all__ = [
     "bradley_terry",
     "check_aggregation",
     "check_messages",
+    "check_seen_here",
     "choose_device",
     "choose_dtype",
     "chosen_nll",
@@ -371,6 +387,7 @@ __all__ = [
     "epoch_order",
     "evaluate",
     "f_score",
+    "files_below",
     "find_method",
     "finish_policy_loss",
     "from_mapping",
@@ -406,6 +423,7 @@ __all__ = [
     "mixing_weights",
     "naming_full_disk",
     "on_policy_distillation",
+    "open_run_directory",
     "opo_advantages",
     "opposite_baselines",
     "optimal_token_advantages",
@@ -435,6 +453,7 @@ __all__ = [
     "response_log_probs",
     "rloo_advantages",
     "row_count",
+    "run_fingerprint",
     "sapo",
     "schema_text",
     "sequence_log_ratio",
@@ -464,6 +483,7 @@ __all__ = [
     "value_clip",
     "vespo",
     "whiten",
+    "with_absolute_paths",
     "with_kl_baseline",
     "with_likelihood",
     "with_sft_divisor",

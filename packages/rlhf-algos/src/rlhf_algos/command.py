@@ -42,6 +42,9 @@ def _command(method: str) -> Callable[..., None]:
             typer.Argument(help="dotted.key=value, for instance train.optimizer.learning_rate=1e-6"),
         ] = None,
         resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+        overwrite: Annotated[
+            bool, typer.Option("--overwrite", help="Move the run in the output directory aside, and begin anew.")
+        ] = False,
         print_config: Annotated[
             bool, typer.Option("--print-config", help="Print the full configuration and stop.")
         ] = False,
@@ -66,7 +69,7 @@ def _command(method: str) -> Callable[..., None]:
 
         transformers.utils.logging.disable_progress_bar()
         with ProgressBar(quiet=int(os.environ.get("RANK", "0")) != 0) as bar:
-            result = train(settings, resume=resume, on_event=bar.on_event)
+            result = train(settings, resume=resume, overwrite=overwrite, on_event=bar.on_event, say=bar.say)
         if not bar.quiet:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
             typer.echo(f"{result.steps} steps; {numbers}")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import rlhf_algos.offline.run_data
 import torch
 from rlhf_algos import (
     METHODS,
+    CheckpointSchedule,
     DataSection,
     DataSource,
     LengthSection,
@@ -23,7 +25,7 @@ from rlhf_algos import (
     read_metrics,
     train,
 )
-from rlhf_core import ConfigError, LoraConfig
+from rlhf_core import ConfigError, DataError, LoraConfig
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
 
@@ -196,13 +198,50 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, tmp_path, m
 def test_checkpoints_are_kept_to_the_last_ones_and_not_overwritten_by_mistake(make):
     config = make("sft", checkpoint__every=1, checkpoint__keep=2)
     train(config)
-    assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == ["step-5", "step-6"]
+    assert sorted(path.name for path in (config.output / "checkpoints").iterdir()) == ["step-000005", "step-000006"]
     with pytest.raises(ConfigError, match="--resume"):
         train(config)
 
 
-def test_resume_without_a_checkpoint_starts_anew(make):
-    assert train(make("sft", train__steps=2), resume=True).steps == 2
+def test_there_is_nothing_to_resume_in_an_empty_directory(make):
+    config = make("sft", train__steps=2)
+    with pytest.raises(DataError, match="nothing to resume"):
+        train(config, resume=True)
+    assert not config.output.exists()
+
+
+def test_overwrite_moves_the_earlier_run_aside(make):
+    config = make("sft", train__steps=2)
+    said = []
+    for _ in range(2):
+        train(config, overwrite=True, say=said.append)
+    aside = [path for path in config.output.parent.iterdir() if path.name.startswith("out.")]
+    assert [(path / "model" / "config.json").exists() for path in aside] == [True]
+    assert str(aside[0]) in said[0]
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(make):
+    config = make("sft", checkpoint__every=1, train__steps=4)
+    whole = weights(train(config).model)
+    (config.output / "checkpoints" / "step-000004" / "engine" / "weights.safetensors").write_bytes(b"")
+    said = []
+    resumed = train(config, resume=True, say=said.append)
+    assert resumed.steps == 4
+    assert "step-000004" in said[0]
+    assert "after step 3" in said[1]
+    assert same(weights(resumed.model), whole)
+    rows = read_metrics(config.output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_checkpoints_come_by_time_too(make, monkeypatch):
+    minutes = iter(range(0, 1000, 20))
+    clocked = partial(CheckpointSchedule, clock=lambda: 60.0 * next(minutes))
+    monkeypatch.setattr("rlhf_algos.offline.loop.CheckpointSchedule", clocked)
+    config = make("sft", checkpoint__minutes=30, checkpoint__keep=9)
+    train(config)
+    # The clock is read at the start, after each step, and at each save: every second step is late.
+    assert len(list((config.output / "checkpoints").iterdir())) == 3
 
 
 def test_a_run_is_not_continued_under_another_plan(make):
@@ -295,7 +334,7 @@ def test_a_loss_function_of_ones_own(make, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def first_loss(method, **fields):
-        return train(make(method, train__steps=1, output=tmp_path / repr(fields), **fields)).metrics["loss"]
+        return train(make(method, train__steps=1, output=tmp_path / f"{method} {fields}", **fields)).metrics["loss"]
 
     plain = first_loss("dpo")
     assert first_loss("dpo", loss_function="own_losses:doubled") == pytest.approx(2 * plain)

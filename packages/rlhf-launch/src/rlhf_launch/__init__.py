@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rlhf_launch.mismatch.attribution import Diagnosis, Finding, Gap
     from rlhf_launch.mismatch.run import MismatchReport, check_mismatch
     from rlhf_launch.offline.run import train_offline
-    from rlhf_launch.online.checkpoints import CheckpointStore
     from rlhf_launch.online.evaluation import Evaluation, Evaluator, HeldOut, pass_at_k
     from rlhf_launch.online.loop import OnlineRun, OnStep, Schedule, restore, run_steps
     from rlhf_launch.online.metrics import PhaseClock
@@ -78,7 +77,6 @@ _MODULES = {
     "mismatch.attribution": ("Diagnosis", "Finding", "Gap"),
     "mismatch.run": ("MismatchReport", "check_mismatch"),
     "offline.run": ("train_offline",),
-    "online.checkpoints": ("CheckpointStore",),
     "online.evaluation": ("Evaluation", "Evaluator", "HeldOut", "pass_at_k"),
     "online.loop": ("OnStep", "OnlineRun", "Schedule", "restore", "run_steps"),
     "online.metrics": ("PhaseClock",),
@@ -116,7 +114,6 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "AlgorithmSection",
     "CheckedReward",
-    "CheckpointStore",
     "CollectReport",
     "Diagnosis",
     "DynamicSampling",

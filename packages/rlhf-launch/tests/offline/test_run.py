@@ -130,7 +130,10 @@ def test_two_zero_3_ranks_placed_by_ray_equal_one_process(inputs, tmp_path):
     assert result.steps == 2
     for placed, single in zip(numbers(tmp_path / "ray"), alone(inputs, tmp_path / "alone"), strict=True):
         assert placed == pytest.approx(single, rel=1e-3)
-    assert sorted(path.name for path in (tmp_path / "ray" / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "ray" / "checkpoints").iterdir()) == [
+        "step-000001",
+        "step-000002",
+    ]
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(result.model)

@@ -4,8 +4,8 @@ import contextlib
 import types
 
 import pytest
+from rlhf_algos import CheckpointSchedule, CheckpointStore
 from rlhf_core import RewardError
-from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnlineRun, Schedule, finish_step, run_steps
 from rlhf_launch.online.report import Reporter
@@ -36,7 +36,9 @@ class Engine:
 class Run:
     """A run whose evaluations give the rewards of a script."""
 
-    def __init__(self, folder, *, rewards=(), keep=1, background=False, **schedule):
+    def __init__(self, folder, *, rewards=(), keep=1, background=False, checkpoint_every=0, minutes=0, **schedule):
+        self.now = 0.0
+        due = CheckpointSchedule(every=checkpoint_every, minutes=minutes, clock=lambda: self.now)
         self.rewards = dict(rewards)
         producer = types.SimpleNamespace(
             state=lambda: {"ledger": {}},
@@ -59,7 +61,7 @@ class Run:
             ),
             evaluator=self.evaluate,
             reporter=self.reporter,
-            state=RunState(self.store, [Engine()], producer, kl, background=background),
+            state=RunState(self.store, [Engine()], producer, kl, schedule=due, background=background),
             prompts=PromptStream(["a"], seed=0),
             make_groups=None,
         )
@@ -117,7 +119,7 @@ def test_a_reward_that_fails_in_an_evaluation_costs_no_checkpoint(start, last, b
     with pytest.raises(RewardError, match="no network"):
         run.finish(7, last=last)
     assert run.store.steps() == [7]
-    assert (run.store.latest()[0] / "policy" / "weights").exists()
+    assert (run.store.latest().path / "policy" / "weights").exists()
 
 
 def test_the_caller_may_end_the_run_in_good_order(start):
@@ -190,3 +192,11 @@ def test_what_is_surely_unwanted_is_warned_of(settings, make_config):
         "train.optimizer.learning_rate=0",
     ]
     assert make_config(settings).warnings == ()
+
+
+def test_a_checkpoint_is_written_when_the_last_one_is_too_old(start):
+    run = start(minutes=30, keep=9)
+    for step, minute in enumerate((10, 29, 31, 50, 62), start=1):
+        run.now = minute * 60.0
+        run.finish(step)
+    assert run.store.steps() == [3, 5]

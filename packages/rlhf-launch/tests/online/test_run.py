@@ -1,5 +1,6 @@
 """The loop with everything in this process: torch engine, Transformers backend."""
 
+import io
 import json
 import math
 import subprocess
@@ -10,10 +11,10 @@ import types
 import pytest
 import torch
 import yaml
-from rlhf_algos import from_mapping
+from rich.console import Console
+from rlhf_algos import CheckpointStore, from_mapping
 from rlhf_core import ConfigError, RewardError
 from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.run import train
 from rlhf_launch.online.setup import open_producer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -213,12 +214,37 @@ def test_several_held_out_sets_and_dynamic_sampling(settings, make_config, folde
     assert all(row["prompts/started"] == row["prompts/used"] + row["prompts/filtered"] for row in steps)
 
 
+def test_a_used_directory_is_refused_and_a_resumed_run_keeps_its_meaning(settings, make_config, tmp_path):
+    first = make_config(settings, train__steps=2, checkpoint__every=1)
+    train(first)
+    rows = (first.output / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match=r"--resume .* --overwrite"):
+        train(first)
+    other = make_config(settings, train__steps=3, train__optimizer={"learning_rate": 1e-4})
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.learning_rate was 0\.001, is 0\.0001"):
+        train(other, resume=True)
+    assert (first.output / "metrics.jsonl").read_text() == rows
+    # A damaged newest checkpoint costs its step and nothing else; another cadence is no other run.
+    weights = first.output / "checkpoints" / "step-000002" / "policy" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    console = Console(file=io.StringIO(), width=200)
+    resumed = train(make_config(settings, train__steps=3, evaluation__every=1), resume=True, console=console)
+    said = console.file.getvalue()
+    assert "step-000002' is damaged: policy/weights.safetensors has" in said
+    assert "after step 1" in said
+    assert "changed: evaluation.every was 0, is 1" in said
+    assert [row["weight_version"] for row in read_rows(resumed)] == [1, 2, 3]
+    train(first, overwrite=True)
+    assert [row["step"] for row in read_rows(resumed)] == [1, 2]
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("run.")]) == 1
+
+
 def store(run):
     return CheckpointStore(run.folder / "checkpoints")
 
 
 def final_state(run):
-    return store(run).latest()[1]
+    return store(run).latest().state
 
 
 @pytest.mark.parametrize("paused", [True, False])

@@ -3,8 +3,8 @@
 import types
 
 import pytest
+from rlhf_algos import CheckpointStore
 from rlhf_core import RLHFError
-from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.state import RunState
 
 
@@ -83,9 +83,9 @@ def test_a_failure_in_the_background_stops_the_run_and_leaves_the_old_checkpoint
     with pytest.raises(RLHFError, match="disk is full"):
         run.state.publish(wait=True)
     assert run.store.steps() == [1]
-    path, state = run.store.latest()
-    assert state["step"] == 1
-    assert (path / "policy" / "weights").exists()
+    saved = run.store.latest()
+    assert saved.state["step"] == 1
+    assert (saved.path / "policy" / "weights").exists()
 
 
 def test_without_background_it_counts_at_once(tmp_path):
@@ -101,4 +101,4 @@ def test_a_score_belongs_to_the_checkpoint_of_its_step(run):
     run.state.step = 2  # the checkpoint of step 1 is still being written
     run.state.rate(0.9)
     run.state.publish(wait=True)
-    assert run.store.latest()[1]["score"] == 0.5
+    assert run.store.latest().state["score"] == 0.5

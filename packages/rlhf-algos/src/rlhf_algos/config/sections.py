@@ -235,7 +235,9 @@ class CheckpointSection:
     """Checkpoints to resume from."""
 
     every: int = 0
-    """Steps between checkpoints; 0 for none on the way (online runs: one at the end)."""
+    """Steps between checkpoints; 0 for those by time alone (online runs: and one at the end)."""
+    minutes: float = 30.0
+    """A checkpoint is also written after the first step that ends so long after the last one; 0 for never."""
     keep: int = 2
     """How many of the newest stay."""
     in_background: bool = False
@@ -244,6 +246,8 @@ class CheckpointSection:
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError(f"checkpoint.every must not be negative, got {self.every}")
+        if not (math.isfinite(self.minutes) and self.minutes >= 0):
+            raise ConfigError(f"checkpoint.minutes must be a finite number and not negative, got {self.minutes}")
         if self.keep < 1:
             raise ConfigError(f"checkpoint.keep must be at least 1, got {self.keep}")
 

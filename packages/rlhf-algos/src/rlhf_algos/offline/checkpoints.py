@@ -1,21 +1,21 @@
-"""Checkpoints of an offline run: complete or absent, never half."""
+"""Checkpoints of an offline run: its engine, and where it stands."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
+import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rlhf_core import ConfigError, Ranks, TrainEngine
+from rlhf_core import CheckpointError, Ranks, TrainEngine
 
+from rlhf_algos.run_directory.checkpoints import CheckpointStore
+from rlhf_algos.run_directory.manifest import check_seen_here, files_below
 from rlhf_algos.torch_engine.ranks import rank_of
 
-STATE = "run.json"
+ENGINE = "engine"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,56 +29,35 @@ class OfflineState:
     best_step: int = 0
     evaluations_without_gain: int = 0
     stopped_early: bool = False
-    plan: dict[str, Any] = field(default_factory=dict)
-    """What fixes the order and number of steps; a run can only be continued under the same plan."""
 
 
-def checkpoint_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending."""
-    if not directory.is_dir():
-        return []
-    found = [re.fullmatch(r"step-(\d+)", path.name) for path in directory.iterdir()]
-    return sorted(int(match[1]) for match in found if match and (directory / match[0] / STATE).exists())
+def save_checkpoint(store: CheckpointStore, engine: TrainEngine, state: OfflineState, *, ranks: Ranks) -> None:
+    """Write a checkpoint, all ranks together; it counts when the files of all are there."""
+    owner, folder = rank_of(ranks) == 0, store.unfinished(state.step)
+    filled = store.begin(state.step, asdict(state)) if owner else None
+    if owner:
+        (folder / ENGINE).mkdir()
+    ranks.max(0)
+    engine.save(folder / ENGINE)
+    seen = ranks.gather((socket.gethostname(), files_below(folder)))
+    if filled is not None:
+        check_seen_here(folder, seen)  # type: ignore[arg-type]
+        store.publish(filled)
+    ranks.max(0)
 
 
-def save_checkpoint(directory: Path, engine: TrainEngine, state: OfflineState, *, keep: int, ranks: Ranks) -> Path:
-    """Write `step-N` beside and rename it; older ones go only when it is complete."""
-    final = directory / f"step-{state.step}"
-
-    def write(path: Path) -> None:
-        engine.save(path)
-        if rank_of(ranks) == 0:
-            (path / STATE).write_text(json.dumps(asdict(state)) + "\n")
-
-    replace_directory(final, write, ranks=ranks)
-    if rank_of(ranks) == 0:
-        for step in checkpoint_steps(directory)[: -keep or None]:
-            shutil.rmtree(directory / f"step-{step}")
-    return final
-
-
-def load_checkpoint(directory: Path, engine: TrainEngine, plan: dict[str, Any]) -> OfflineState | None:
-    """Continue from the last complete checkpoint; None if there is none.
+def load_checkpoint(store: CheckpointStore, step: int, engine: TrainEngine) -> OfflineState:
+    """Continue from the checkpoint after `step` steps.
 
     Raises:
-        ConfigError: it was written under another plan, or is unreadable.
+        CheckpointError: it is of another version, or of another engine.
     """
-    steps = checkpoint_steps(directory)
-    if not steps:
-        return None
-    last = directory / f"step-{steps[-1]}"
+    saved = store.at(step)
     try:
-        state = OfflineState(**json.loads((last / STATE).read_text()))
-    except (TypeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{last / STATE} is not the state of a run: {error}") from None
-    changed = [
-        f"{key} was {state.plan.get(key)!r}, is {plan[key]!r}" for key in plan if state.plan.get(key) != plan[key]
-    ]
-    if changed:
-        raise ConfigError(
-            f"{str(last)!r} cannot be continued: {'; '.join(changed)}. Restore these, or write another output"
-        )
-    engine.load(last)
+        state = OfflineState(**saved.state)
+    except TypeError as error:
+        raise CheckpointError(f"{str(saved.path)!r} is not a checkpoint of an offline run: {error}") from None
+    engine.load(saved.path / ENGINE)
     return state
 
 

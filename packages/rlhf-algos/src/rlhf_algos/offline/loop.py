@@ -6,8 +6,11 @@ data -> (reference log-probs, once) -> batch -> engine.step(batch, loss) -> eval
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,9 @@ from typing import Any
 import torch
 from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of, merge_metrics
 
-from rlhf_algos.config.loader import dump_config
 from rlhf_algos.losses.offline.responses import response_log_probs
 from rlhf_algos.metrics import MetricsWriter
-from rlhf_algos.offline.checkpoints import (
-    OfflineState,
-    checkpoint_steps,
-    load_checkpoint,
-    replace_directory,
-    save_checkpoint,
-)
+from rlhf_algos.offline.checkpoints import OfflineState, load_checkpoint, replace_directory, save_checkpoint
 from rlhf_algos.offline.config import OfflineConfig
 from rlhf_algos.offline.engine_source import EngineFactory
 from rlhf_algos.offline.order import batch_indices, steps_per_epoch
@@ -36,8 +32,15 @@ from rlhf_algos.offline.run_data import (
     load_data,
     own_units,
 )
+from rlhf_algos.run_directory.checkpoints import CheckpointStore
+from rlhf_algos.run_directory.directory import Say, Start, open_run_directory
+from rlhf_algos.run_directory.fingerprint import run_fingerprint
+from rlhf_algos.run_directory.paths import with_absolute_paths
+from rlhf_algos.run_directory.schedule import CheckpointSchedule
 from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.ranks import join_ranks, rank_of
+
+_log = logging.getLogger(__name__)
 
 OfflineEvent = Callable[[str, int, Mapping[str, float]], None]
 """Told of progress as (`plan`, `train` or `eval`; step; numbers). `plan` comes first, with the total of steps."""
@@ -62,40 +65,40 @@ def train(
     config: OfflineConfig,
     *,
     resume: bool = False,
+    overwrite: bool = False,
     on_event: OfflineEvent | None = None,
     engines: EngineFactory | None = None,
+    say: Say = _log.warning,
 ) -> TrainResult:
     """Run the whole training that `config` describes.
 
     Args:
         config: the run.
-        resume: continue from the last checkpoint in `config.output`, bit for bit; start anew if there is none.
+        resume: continue the run in `config.output` from its last complete checkpoint, bit for bit.
+        overwrite: move the run in `config.output` aside, and begin anew.
         on_event: told of progress.
         engines: opens the engines, any `rlhf_core.TrainEngine`; None for `TorchEngine` in this process. A teacher
             (`distill`) always runs in this process.
+        say: told in words what a resumed run has otherwise than before, and what was damaged or left behind.
 
     Raises:
         UserError: something in the configuration or the data; before any model is loaded.
         ResourceError: the disk is full, or the output cannot be written.
         TrainingDivergedError: too many steps in a row were not finite.
     """
+    start = Start(resume=resume, overwrite=overwrite)
     with naming_full_disk(config.output):
-        return _train(config, resume=resume, on_event=on_event, engines=engines)
+        return _train(with_absolute_paths(config), start, on_event, engines, say)
 
 
 def _train(
-    config: OfflineConfig, *, resume: bool, on_event: OfflineEvent | None, engines: EngineFactory | None
+    config: OfflineConfig, start: Start, on_event: OfflineEvent | None, engines: EngineFactory | None, say: Say
 ) -> TrainResult:
-    checkpoints = config.output / "checkpoints"
-    if not resume and checkpoint_steps(checkpoints):
-        raise ConfigError(
-            f"{str(config.output)!r} holds checkpoints of an earlier run; write --resume to continue it (from "
-            "Python: "
-            "resume=True), or another output"
-        )
     if engines is None:
         _check_one_process(config)
         engines = EngineFactory()
+    if int(os.environ.get("RANK", "0")) == 0:
+        start.check(config.output)
     data = load_data(config)
     ranks = join_ranks(torch.device(config.device))
     processes = ranks.size * engines.ranks
@@ -106,33 +109,54 @@ def _train(
             "processes; every one needs an example"
         )
     total = _total_steps(config, len(data.train))
-    if rank_of(ranks) == 0:
-        write_settings(config)
-    if config.method.needs_reference(config.loss):
-        data = add_reference(data, config, ranks, engines)
-    if config.method.teacher(config.loss) is not None:
-        data = add_teacher(data, config, ranks)
-    engine = engines.open(config.engine(total))
-    plan = _plan(config, data, total, processes)
-    state = (load_checkpoint(checkpoints, engine, plan) if resume else None) or OfflineState(plan=plan)
-    run = _Run(
-        config=config,
-        data=data,
-        engine=engine,
-        ranks=ranks,
-        processes=processes,
-        state=state,
-        on_event=on_event,
+    store = CheckpointStore(config.output / "checkpoints", keep=config.checkpoint.keep, say=say)
+    with ExitStack() as stack:
+        resumed = -1
+        if rank_of(ranks) == 0:
+            fingerprint = _fingerprint(config, data, processes)
+            directory = stack.enter_context(open_run_directory(config, fingerprint, store, start, say=say))
+            resumed = -1 if directory.resumed is None else directory.step
+        resumed = ranks.max(resumed)  # the first rank knows
+        if config.method.needs_reference(config.loss):
+            data = add_reference(data, config, ranks, engines)
+        if config.method.teacher(config.loss) is not None:
+            data = add_teacher(data, config, ranks)
+        engine = engines.open(config.engine(total))
+        stack.callback(engine.close)
+        state = OfflineState() if resumed < 0 else load_checkpoint(store, resumed, engine)
+        run = _Run(
+            config=config,
+            data=data,
+            engine=engine,
+            ranks=ranks,
+            processes=processes,
+            state=state,
+            store=store,
+            schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
+            on_event=on_event,
+        )
+        metrics = stack.enter_context(
+            MetricsWriter(
+                config.output if rank_of(ranks) == 0 else config.output / f"rank-{rank_of(ranks)}",
+                resume_step=state.step if state.step else None,
+                tensorboard=config.tensorboard and rank_of(ranks) == 0,
+            )
+        )
+        return _loop(run, metrics, total)
+
+
+def _fingerprint(config: OfflineConfig, data: OfflineData, processes: int) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it continues, besides its settings."""
+    model = config.model
+    models = {
+        "model.path": model.path,
+        "model.reference": model.reference,
+        "algorithm.teacher": config.method.teacher(config.loss),
+    }
+    made = run_fingerprint(
+        data=config.data.train, tokenizer=data.encoder.tokenizer, models=models, seed=config.seed
     )
-    try:
-        with MetricsWriter(
-            config.output if rank_of(ranks) == 0 else config.output / f"rank-{rank_of(ranks)}",
-            resume_step=state.step if state.step else None,
-            tensorboard=config.tensorboard and rank_of(ranks) == 0,
-        ) as metrics:
-            return _loop(run, metrics, total)
-    finally:
-        engine.close()
+    return {**made, "processes": processes}
 
 
 def _check_one_process(config: OfflineConfig) -> None:
@@ -155,12 +179,6 @@ def _check_one_process(config: OfflineConfig) -> None:
         )
 
 
-def write_settings(config: OfflineConfig) -> None:
-    """Leave `config.yaml`, every setting of the run, in its output directory."""
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
     config: OfflineConfig
@@ -170,6 +188,8 @@ class _Run:
     processes: int
     """Everywhere, those of `ranks` times those behind the engine."""
     state: OfflineState
+    store: CheckpointStore
+    schedule: CheckpointSchedule
     on_event: OfflineEvent | None
 
     def tell(self, kind: str, values: Mapping[str, float]) -> None:
@@ -180,19 +200,6 @@ class _Run:
 def _total_steps(config: OfflineConfig, examples: int) -> int:
     total = steps_per_epoch(examples, config.train.batch_size) * config.train.epochs
     return total if config.train.steps is None else min(total, config.train.steps)
-
-
-def _plan(config: OfflineConfig, data: OfflineData, total: int, processes: int) -> dict[str, Any]:
-    """What a resumed run must have in common with the one it continues."""
-    return {
-        "method": config.algorithm.name,
-        "examples": len(data.train),
-        "batch_size": config.train.batch_size,
-        "steps": total,
-        "seed": config.seed,
-        "shuffle": config.data.shuffle,
-        "processes": processes,
-    }
 
 
 def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
@@ -212,9 +219,10 @@ def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
             values = {**values, **{f"eval/{name}": value for name, value in evaluated.items()}}
             run.tell("eval", evaluated)
         metrics.write(state.step, values)
-        if config.checkpoint.every and state.step % config.checkpoint.every == 0:
-            directory = config.output / "checkpoints"
-            save_checkpoint(directory, run.engine, state, keep=config.checkpoint.keep, ranks=run.ranks)
+        # Clocks differ: the ranks save together, as soon as it is time for one of them.
+        if run.ranks.max(int(run.schedule.due(state.step))):
+            run.schedule.saved()
+            save_checkpoint(run.store, run.engine, state, ranks=run.ranks)
     model = config.output / "model"
     _export(run, model)
     best = config.output / "best"

@@ -32,6 +32,10 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def say(self, text: str) -> None:
+        """Show a line above the bar."""
+        self._progress.console.print(text, soft_wrap=True, highlight=False)
+
     def on_event(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Show an event; see `OfflineEvent`."""
         if kind == "plan":

@@ -16,43 +16,18 @@ from torch import Tensor
 
 from rlhf_algos.data.encoding import TokenRow
 from rlhf_algos.data.examples import Example, collate_examples
+from rlhf_algos.run_directory.fingerprint import model_fingerprint
 from rlhf_algos.torch_engine.ranks import rank_of
 
 PARTNER = "partner_"
 """Prefix of the columns that belong to an example's partner."""
 
 _ROWS_AT_ONCE = 512
-_SAMPLED_BYTES = 1 << 20
 
 
 def default_cache() -> Path:
     """Where reference log-probs are kept unless the configuration says otherwise."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhf-algos" / "references"
-
-
-def model_fingerprint(model: str) -> str:
-    """Hash that changes with the model's weights or configuration.
-
-    Of a large weight file it takes the size, the time of its last change and a sample of its content.
-    """
-    directory = Path(model)
-    if not directory.is_dir():
-        from transformers import AutoConfig
-
-        return f"{model}@{getattr(AutoConfig.from_pretrained(model), '_commit_hash', None)}"
-    digest = hashlib.sha256()
-    for file in sorted(directory.iterdir()):
-        if file.suffix not in (".safetensors", ".bin", ".json") or not file.is_file():
-            continue
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} ".encode())
-        with file.open("rb") as content:
-            digest.update(content.read(_SAMPLED_BYTES))
-            if stat.st_size > 2 * _SAMPLED_BYTES:
-                digest.update(f"{stat.st_mtime_ns} ".encode())
-                content.seek(-_SAMPLED_BYTES, os.SEEK_END)
-                digest.update(content.read())
-    return digest.hexdigest()
 
 
 def cache_key(model: str, dtype: str, examples: Sequence[Example]) -> str:

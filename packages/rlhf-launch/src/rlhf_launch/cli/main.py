@@ -67,6 +67,9 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file; examples/ has some.")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Move the run in the output directory aside, and begin anew.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete configuration and stop.")
     ] = False,
@@ -86,7 +89,7 @@ def train(
             return
         from rlhf_launch.online import run as online
 
-        online.train(run_config, resume=resume)
+        online.train(run_config, resume=resume, overwrite=overwrite)
         Console(highlight=False).print(f"model, metrics and plot are in {run_config.output}", soft_wrap=True)
 
     run_command(work)

@@ -17,6 +17,9 @@ def offline(
         list[str] | None, typer.Argument(help="Settings on top of the file, as dotted.key=value (train.ranks=8).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Move the run in the output directory aside, and begin anew.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete configuration and stop.")
     ] = False,
@@ -37,7 +40,7 @@ def offline(
         from rlhf_launch.offline.run import train_offline
 
         with ProgressBar(quiet=False) as bar:
-            result = train_offline(settings, resume=resume, on_event=bar.on_event)
+            result = train_offline(settings, resume=resume, overwrite=overwrite, on_event=bar.on_event, say=bar.say)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         typer.echo(f"{result.steps} steps; {numbers}")
         typer.echo(f"model: {result.model}" + (f"; best: {result.best}" if result.best else ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlhf_algos import DirectoryLock
 from rlhf_core import ConfigError, DataError, DroppedSample, GenerationResult, Score
 
 from rlhf_launch.samples.prompts import Prompt
@@ -45,19 +47,30 @@ def make_row(
     }
 
 
+_log = logging.getLogger(__name__)
+
+
 class GeneratedRows:
     """An output file that is open for appending. Rows come in the order in which they were finished.
 
     The settings stand beside it in `<name>.settings.json`: rows of different settings do not share a file.
 
     Raises:
-        ConfigError: the file was written with other settings.
+        ConfigError: the file was written with other settings, or another process writes it.
         DataError: a row in it that is not one of this command, other than a torn last one.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = DirectoryLock(path.with_name(f".{path.name}.lock"), what=path, say=_log.warning)
+        self._lock.acquire()
+        try:
+            self._open(path, settings)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self, path: Path, settings: Mapping[str, Any]) -> None:
         beside = path.with_name(path.name + ".settings.json")
         text = json.dumps(settings, indent=1, sort_keys=True, default=str) + "\n"
         if path.exists() and path.stat().st_size:
@@ -80,6 +93,7 @@ class GeneratedRows:
         finally:
             with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
                 self._file.close()  # the first error is the one to be told
+            self._lock.release()
 
     def pending(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts without a row.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
 
 from rlhf_algos import EngineFactory, OfflineConfig, OfflineEvent, TrainResult, train
 from rlhf_core import (
@@ -24,16 +23,25 @@ from rlhf_launch.placement.resolve import load_plugin_checked
 from rlhf_launch.placement.start import open_executor
 from rlhf_launch.workers.train_group import TrainGroup
 
+_log = logging.getLogger(__name__)
+
 
 def train_offline(
-    config: OfflineConfig, *, resume: bool = False, on_event: OfflineEvent | None = None
+    config: OfflineConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OfflineEvent | None = None,
+    say: Callable[[str], None] = _log.warning,
 ) -> TrainResult:
     """Run an offline method on the engine, the ranks and the hosts that `train` and `placement` name.
 
     Args:
         config: the run.
-        resume: continue from the newest checkpoint in its output.
+        resume: continue the run in its output from the newest complete checkpoint.
+        overwrite: move the run in its output aside, and begin anew.
         on_event: told of progress, see `rlhf_algos.OfflineEvent`.
+        say: see `rlhf_algos.train`.
 
     Raises:
         UserError: something in the configuration or the data; before any model is loaded.
@@ -47,7 +55,7 @@ def train_offline(
     if needs_ray(config) and config.placement.ray_address is not None:
         check_address(config.placement.ray_address)
     with _engines(config) as engines:
-        return train(_absolute(config), resume=resume, on_event=on_event, engines=engines)
+        return train(config, resume=resume, overwrite=overwrite, on_event=on_event, engines=engines, say=say)
 
 
 def needs_ray(config: OfflineConfig) -> bool:
@@ -55,16 +63,6 @@ def needs_ray(config: OfflineConfig) -> bool:
     placement = config.placement
     needed = config.train.ranks > 1 or placement.ray_address is not None
     return placement.executor == "ray" or (placement.executor == "auto" and needed)
-
-
-def _absolute(config: OfflineConfig) -> OfflineConfig:
-    """Paths that mean the same in workers with another working directory."""
-    models = {
-        name: str(Path(path).absolute())
-        for name in ("path", "reference")
-        if (path := getattr(config.model, name)) is not None and Path(path).is_dir()
-    }
-    return replace(config, output=config.output.absolute(), model=replace(config.model, **models))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlhf_algos import Checkpoint
 from rlhf_core import ConfigError, did_you_mean
 
 from rlhf_launch.online.evaluation import Evaluator
@@ -35,8 +36,6 @@ class Schedule:
     steps: int
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates at the start and at the end only."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 saves at the end only."""
     best_metric: str | None = None
     """The metric whose best checkpoint is kept beside the newest ones."""
     overlapping: bool = False
@@ -113,7 +112,7 @@ def finish_step(run: OnlineRun, *, last: bool) -> None:
     What is due is saved before it is evaluated: a reward that fails in an evaluation costs no trained step.
     """
     step, schedule = run.state.step, run.schedule
-    saved = last or _due(step, schedule.checkpoint_every)
+    saved = last or run.state.schedule.due(step)
     if saved:
         with run.replacement.suspended():
             run.state.save()
@@ -138,13 +137,9 @@ def evaluate(run: OnlineRun) -> None:
         run.reporter.evaluation(evaluation)
 
 
-def restore(run: OnlineRun) -> None:
-    """Continue from the newest checkpoint: engines, ledger, controllers, and the weights of the rollout engines.
-
-    Raises:
-        DataError: there is no complete checkpoint.
-    """
-    run.sync(run.state.restore())
+def restore(run: OnlineRun, checkpoint: Checkpoint) -> None:
+    """Continue from a checkpoint: engines, ledger, controllers, and the weights of the rollout engines."""
+    run.sync(run.state.restore(checkpoint))
 
 
 def _best_score(run: OnlineRun) -> float | None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rlhf_algos import Recipe, dump_config, naming_full_disk
+from rlhf_algos import (
+    CheckpointStore,
+    Recipe,
+    Start,
+    absolute_path,
+    naming_full_disk,
+    open_run_directory,
+    run_fingerprint,
+    with_absolute_paths,
+)
+from rlhf_rollout import EngineRewardConfig
 
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnStep, evaluate, restore, run_steps
 from rlhf_launch.online.preflight import Inputs, check_inputs
@@ -41,17 +51,23 @@ class RunResult:
 
 
 def train(
-    config: OnlineConfig, *, resume: bool = False, on_step: OnStep | None = None, console: Console | None = None
+    config: OnlineConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+    console: Console | None = None,
 ) -> RunResult:
     """Improve a policy by reinforcement learning: a whole run, from the checks to the exported model.
 
-    Leaves `config.yaml`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/` (and
-    `model-average/`, where the engine averages the weights) in the run's output directory. May be called under a
-    running event loop, as in a notebook; it blocks until the run is over.
+    Leaves `config.yaml`, `run.json`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/`
+    (and `model-average/`, where the engine averages the weights) in the run's output directory. May be called under
+    a running event loop, as in a notebook; it blocks until the run is over.
 
     Args:
         config: the whole run.
-        resume: continue from the newest checkpoint in the output directory.
+        resume: continue the run in the output directory from its newest complete checkpoint.
+        overwrite: move the run in the output directory aside, and begin anew.
         on_step: called after every step; may end the run (see `OnStep`).
         console: where progress is shown; standard output if not given.
 
@@ -60,26 +76,29 @@ def train(
         ResourceError: the disk is full, or the output cannot be written.
         RLHFError: something failed while running; the newest checkpoint is complete.
     """
+    start = Start(resume=resume, overwrite=overwrite)
     with naming_full_disk(config.output):
-        return _train(config, resume=resume, on_step=on_step, console=console or Console(highlight=False))
+        return _train(_with_absolute_paths(config), start, on_step, console or Console(highlight=False))
 
 
-def _train(config: OnlineConfig, *, resume: bool, on_step: OnStep | None, console: Console) -> RunResult:
+def _train(config: OnlineConfig, start: Start, on_step: OnStep | None, console: Console) -> RunResult:
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+    start.check(config.output)
     inputs = check_inputs(config)
-    folder = config.output
-    store = checkpoint_store(config)
-    start = store.latest()[1]["step"] if resume else 0
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    folder, store = config.output, checkpoint_store(config, say=say)
     _describe(config, inputs, console)
     with ExitStack() as stack:
+        opened = open_run_directory(config, _fingerprint(config, inputs), store, start, say=say)
+        directory = stack.enter_context(opened)
+        steps = config.train.steps
         reporter = stack.enter_context(
-            Reporter(folder, steps=config.train.steps, start=start, tensorboard=config.tensorboard, console=console)
+            Reporter(folder, steps=steps, start=directory.step, tensorboard=config.tensorboard, console=console)
         )
         run = stack.enter_context(open_run(config, inputs, store, reporter))
-        if resume:
-            restore(run)
-            reporter.say(f"resumed after step {run.state.step}")
+        if directory.resumed is not None:
+            restore(run, directory.resumed)
         evaluate(run)
         run_steps(run, on_step)
         run.trainer.policy.export(folder / "model")
@@ -98,11 +117,32 @@ def _train(config: OnlineConfig, *, resume: bool, on_step: OnStep | None, consol
     )
 
 
-def checkpoint_store(config: OnlineConfig) -> CheckpointStore:
+def checkpoint_store(config: OnlineConfig, *, say: Callable[[str], None]) -> CheckpointStore:
     """The checkpoints of a run, which keep its best one if it names a metric."""
     metric = config.evaluation.best_metric
     best = "max" if metric is None or config.evaluation.better_sign(metric) > 0 else "min"
-    return CheckpointStore(config.output / "checkpoints", keep=config.checkpoint.keep, best=best)
+    return CheckpointStore(config.output / "checkpoints", keep=config.checkpoint.keep, best=best, say=say)
+
+
+def _with_absolute_paths(config: OnlineConfig) -> OnlineConfig:
+    """The configuration with paths that mean the same in workers, those of reward models included."""
+    reward = config.reward
+    parts = {
+        name: replace(part, path=absolute_path(part.path)) if isinstance(part, EngineRewardConfig) else part
+        for name, part in reward.parts.items()
+    }
+    model = None if reward.model is None else absolute_path(reward.model)
+    return replace(with_absolute_paths(config), reward=replace(reward, parts=parts, model=model))
+
+
+def _fingerprint(config: OnlineConfig, inputs: Inputs) -> dict[str, Any]:
+    """What a resumed run must have in common with the one that was begun, besides its settings."""
+    model = config.model
+    models = {"model.path": model.path, "model.reference": model.reference, "model.critic": model.critic}
+    judges = {f"reward {name}": part.path for name, part in config.reward.engine_parts().items()}
+    return run_fingerprint(
+        data=config.data.train, tokenizer=inputs.tokenizer, models={**models, **judges}, seed=config.seed
+    )
 
 
 def _describe(config: OnlineConfig, inputs: Inputs, console: Console) -> None:

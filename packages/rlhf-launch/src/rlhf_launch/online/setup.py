@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from rlhf_algos import CheckpointSchedule, CheckpointStore
 from rlhf_core import ConfigError, SamplingConfig
 
 from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.online.checkpoints import CheckpointStore
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.loop import OnlineRun, Schedule
 from rlhf_launch.online.preflight import Inputs
@@ -75,7 +75,7 @@ def open_run(
                 trainer.trained,
                 producer,
                 trainer.kl,
-                seed=config.seed,
+                schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
                 background=config.checkpoint.in_background,
             ),
             prompts=prompts,
@@ -116,7 +116,6 @@ def schedule_of(config: OnlineConfig) -> Schedule:
     return Schedule(
         steps=config.train.steps,
         evaluate_every=config.evaluation.every,
-        checkpoint_every=config.checkpoint.every,
         best_metric=config.evaluation.best_metric,
         overlapping=config.rollout.overlap is not None,
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_algos import KLController
+from rlhf_algos import Checkpoint, CheckpointSchedule, CheckpointStore, KLController, Unpublished
 
-from rlhf_launch.online.checkpoints import CheckpointStore, Unpublished
 from rlhf_launch.samples.producer import Producer
 from rlhf_launch.workers.train_group import TrainGroup
 
@@ -25,7 +24,7 @@ class RunState:
         producer: Producer,
         kl: KLController,
         *,
-        seed: int = 0,
+        schedule: CheckpointSchedule | None = None,
         background: bool = False,
     ) -> None:
         """Save and restore these parts of a run.
@@ -35,19 +34,21 @@ class RunState:
             engines: those whose weights change.
             producer: its ledger and its position among the prompts are saved.
             kl: the controller of the KL coefficient.
-            seed: the run's, noted in every checkpoint.
+            schedule: when a checkpoint is due; without one only at the end.
             background: whether engines that can may write while training goes on.
         """
         self.store = store
         self.step = 0
         self._engines, self._producer, self._kl = engines, producer, kl
-        self._seed, self._background = seed, background
+        self.schedule = schedule or CheckpointSchedule()
+        self._background = background
         self._unpublished: Unpublished | None = None
 
     def save(self) -> None:
         """Begin a checkpoint of the run as it is now; it counts once `publish` has found it complete."""
         self.publish(wait=True)
-        state = {**self._producer.state(), "kl": self._kl.state_dict(), "seed": self._seed}
+        self.schedule.saved()
+        state = {**self._producer.state(), "kl": self._kl.state_dict()}
         unpublished = self.store.begin(self.step, state)
         for engine in self._engines:
             engine.save(unpublished.folder / engine.name, background=self._background)
@@ -67,18 +68,14 @@ class RunState:
         self.store.publish(self._unpublished)
         self._unpublished = None
 
-    def restore(self) -> int:
-        """Bring engines, ledger and controllers to the newest checkpoint; returns its step.
+    def restore(self, saved: Checkpoint) -> int:
+        """Bring engines, ledger and controllers to a checkpoint; returns its step.
 
         The rollout engines must be brought to the policy's weights at that version next.
-
-        Raises:
-            DataError: there is no complete checkpoint.
         """
-        folder, state = self.store.latest()
         for engine in self._engines:
-            engine.load(folder / engine.name)
-        self._kl.load_state_dict(state["kl"])
-        self.step = state["step"]
-        self._producer.restore(state, step=self.step)
+            engine.load(saved.path / engine.name)
+        self._kl.load_state_dict(saved.state["kl"])
+        self.step = saved.step
+        self._producer.restore(dict(saved.state), step=self.step)
         return self.step

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_algos import check_seen_here
 from rlhf_core import (
     RUN_TOGETHER,
     Batch,
@@ -31,6 +32,7 @@ class TrainGroup:
         self.name = name
         self._handles = list(handles)
         self._timeout_s = timeout_s
+        self._saving: Path | None = None
 
     @property
     def ranks(self) -> int:
@@ -118,17 +120,31 @@ class TrainGroup:
         self._all("reload", what="reload")
 
     def save(self, path: Path, *, background: bool = False) -> None:
-        """See TrainEngine. What an engine writes in the background is complete after `finish_save`."""
+        """See TrainEngine. What an engine writes in the background is complete after `finish_save`.
+
+        Raises:
+            ConfigError: a rank wrote where this process does not see it.
+        """
         path.mkdir(parents=True, exist_ok=True)
+        self._saving = path
         self._all("save", path, background, what="save a checkpoint")
+        if not background:
+            self.finish_save()
 
     def saved(self) -> bool:
         """Whether all ranks have written what `save` began."""
         return all(self._all("saved", what="say whether its checkpoint is written"))
 
     def finish_save(self) -> None:
-        """Wait until what `save` began in the background is written."""
-        self._all("finish_save", what="write a checkpoint")
+        """Wait until what `save` began in the background is written, and see all of it here.
+
+        Raises:
+            ConfigError: a rank wrote where this process does not see it.
+        """
+        path, self._saving = self._saving, None
+        if path is not None:
+            self._all("finish_save", what="write a checkpoint")
+            check_seen_here(path, self._all("files", path, what="list its checkpoint"))
 
     def load(self, path: Path) -> None:
         """See TrainEngine."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rlhf_algos import files_below
 from rlhf_core import (
     TRAIN_ENGINES,
     Batch,
@@ -190,6 +192,10 @@ class TrainWorker:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+
+    def files(self, path: Path) -> tuple[str, dict[str, int]]:
+        """This rank's host, and the files below `path` that it sees there, with their bytes."""
+        return socket.gethostname(), files_below(path)
 
     def load(self, path: Path) -> None:
         """See TrainEngine."""
