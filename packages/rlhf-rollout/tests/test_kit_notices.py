@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf_core import RolloutConfig, copy_into
+from rlhf_core import RolloutConfig, copy_into, receive_weights
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
@@ -92,6 +92,37 @@ def test_states_of_old_weights_that_are_kept(start, trainer, monkeypatch):
     monkeypatch.setattr(decoding.Decoder, "forget_states", lambda self: None)
     with must_fail:
         kit.test_a_sync_amid_running_requests_changes_versions_between_tokens(start(), trainer)
+
+
+def test_scores_of_old_weights_or_at_another_place(start, trainer, monkeypatch):
+    right = transformers_backend.score_rows
+    kept = {}
+
+    def old(model, rows):
+        return [kept.setdefault(tuple(row), scores) for row, scores in zip(rows, right(model, rows), strict=True)]
+
+    def shifted(model, rows):
+        return [[0.0, *scores[:-1]] for scores in right(model, rows)]
+
+    for wrong in (old, shifted):
+        monkeypatch.setattr(transformers_backend, "score_rows", wrong)
+        with must_fail:
+            kit.test_given_tokens_are_scored_with_the_weights_of_the_last_sync(start(), trainer)
+
+
+def test_scores_that_are_stated_and_not_given(start, trainer):
+    with must_fail:
+        kit.test_given_tokens_are_scored_with_the_weights_of_the_last_sync(start(score_tokens=None), trainer)
+
+
+def test_another_way_of_loading_that_is_wrong(start, trainer, monkeypatch):
+    def old_model(model, manifest, receiver):
+        receive_weights(manifest, receiver, list)
+        return model
+
+    monkeypatch.setattr(transformers_backend, "_loaded_anew", old_model)
+    with must_fail:
+        kit.test_weights_that_come_for_another_way_of_loading_are_loaded_rightly(start(), trainer)
 
 
 @pytest.mark.parametrize("fault", ["sender closes", "unknown name", "missing name"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -33,6 +33,7 @@ from rlhf_core import (
     receive_weights,
 )
 
+from rlhf_rollout_plain.decoder import token_log_probs
 from rlhf_rollout_plain.job import Job
 from rlhf_rollout_plain.loading import load_checkpoint
 
@@ -59,7 +60,9 @@ class PlainBackend:
     @property
     def capabilities(self) -> BackendCapabilities:
         """See RolloutBackend."""
-        return BackendCapabilities(transports=frozenset({"local", "gloo"}), truncated_sampling=False)
+        return BackendCapabilities(
+            transports=frozenset({"local", "gloo"}), truncated_sampling=False, token_scores=self._config.dtype
+        )
 
     @property
     def weight_version(self) -> int:
@@ -91,6 +94,16 @@ class PlainBackend:
     async def receive_weights(self, manifest: WeightManifest) -> None:
         """See RolloutBackend."""
         await self._ask(lambda: self._take(manifest))
+
+    async def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ScoresTokens: training loops verify by it that this backend has loaded its weights rightly."""
+        limit, vocabulary = self._config.max_model_len, self._weights["model.embed_tokens.weight"].shape[0]
+        for row in rows:
+            if not (2 <= len(row) < limit and all(0 <= token < vocabulary for token in row)):
+                raise CapabilityError(
+                    f"rows to score have 2 to {limit - 1} tokens, out of a vocabulary of {vocabulary}, got {row}"
+                )
+        return await self._ask(lambda: self._score(rows))
 
     async def sleep(self) -> None:
         """Nothing to give back: the capabilities say so."""
@@ -178,6 +191,13 @@ class PlainBackend:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         self._jobs.append(Job(request, seed=seed, max_model_len=self._config.max_model_len))
         return self._jobs[-1]
+
+    def _score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        if self._stale is not None:
+            raise StaleWeightsError(self._stale)
+        device = self._weights["model.embed_tokens.weight"].device
+        tokens = [torch.tensor(list(row), device=device) for row in rows]
+        return [token_log_probs(self._weights, self._shape, row).tolist() for row in tokens]
 
     def _pause(self, mode: PauseMode) -> None:
         self._paused = True

@@ -49,6 +49,20 @@ def next_token_logits(
     weights: Weights, shape: DecoderShape, token_ids: Int[Tensor, "rows new"], cache: Cache
 ) -> Float[Tensor, "rows vocab"]:
     """Logits after the last of the new tokens, which are added to `cache`."""
+    return _head(weights, shape, _run(weights, shape, token_ids, cache)[:, -1])
+
+
+def token_log_probs(weights: Weights, shape: DecoderShape, row: Int[Tensor, " length"]) -> Float[Tensor, " rest"]:
+    """Log-probs of a row's tokens, from the second on, given those before them."""
+    hidden = _run(weights, shape, row.unsqueeze(0), Cache())[0, :-1]
+    log_probs = _head(weights, shape, hidden).float().log_softmax(dim=-1)
+    return log_probs.gather(-1, row[1:].unsqueeze(-1)).squeeze(-1)
+
+
+def _run(
+    weights: Weights, shape: DecoderShape, token_ids: Int[Tensor, "rows new"], cache: Cache
+) -> Float[Tensor, "rows new hidden"]:
+    """States of the new tokens after all layers."""
     embedding = weights["model.embed_tokens.weight"]
     hidden = embedding[token_ids]
     positions = torch.arange(cache.length, cache.length + token_ids.shape[1], device=token_ids.device)
@@ -58,9 +72,13 @@ def next_token_logits(
         hidden = hidden + _attention(weights, f"{block}.self_attn", shape, normed, positions, cache, layer)
         normed = _rms_norm(hidden, weights[f"{block}.post_attention_layernorm.weight"], shape.norm_eps)
         hidden = hidden + _swiglu(weights, f"{block}.mlp", normed)
-    last = _rms_norm(hidden[:, -1], weights["model.norm.weight"], shape.norm_eps)
+    return hidden
+
+
+def _head(weights: Weights, shape: DecoderShape, hidden: Float[Tensor, "*at hidden"]) -> Float[Tensor, "*at vocab"]:
+    normed = _rms_norm(hidden, weights["model.norm.weight"], shape.norm_eps)
     # Tied checkpoints have no head of their own.
-    return linear(last, weights.get("lm_head.weight", embedding))
+    return linear(normed, weights.get("lm_head.weight", weights["model.embed_tokens.weight"]))
 
 
 def _attention(

@@ -15,6 +15,7 @@ from rlhf_core import (
     OptimizerConfig,
     RolloutConfig,
     SamplingConfig,
+    receive_weights,
 )
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.config.weight_sync import WeightSyncSection
@@ -49,6 +50,7 @@ class Stack:
     def __init__(self, trainer, rollout):
         self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: trainer)], timeout_s=PATIENCE_S)
         self.policy.start()
+        self.rollout = rollout
         self.pool = RolloutPool([LocalHandle("rollout-0", lambda: rollout)], timeout_s=PATIENCE_S)
         self.pool.start()
 
@@ -67,7 +69,7 @@ class Stack:
 
 
 @pytest.mark.stack
-def test_adapters_travel_alone_from_zero3_to_vllm(tmp_path):
+def test_adapters_travel_alone_from_zero3_to_vllm(tmp_path, monkeypatch):
     path = save_tiny_model(tmp_path, tokenizer=False)
     config = EngineConfig(
         model=path,
@@ -96,12 +98,38 @@ def test_adapters_travel_alone_from_zero3_to_vllm(tmp_path):
         assert gap() > 0.01
         report = sync(version)
         assert gap() < 1e-4
+        assert report.probes[0].gap.largest < 1e-4, "the probe is scored with the adapter"
         assert stack.pool.weight_versions() == [version]
     stack.policy.step(batch_of(first), loss)
     whole = merged(3)
     assert gap() < 1e-4
     assert report.bytes < whole.bytes / 5
+    check_what_is_done_about_an_adapter_that_is_not_taken(stack, first, monkeypatch)
     stack.close()
+
+
+def check_what_is_done_about_an_adapter_that_is_not_taken(stack, sample, monkeypatch):
+    """Sent alone, it is left out without a word: caught, and merged weights travel from then on."""
+    from rlhf_rollout.backends.vllm.worker import adapters
+
+    def take_and_forget(lora_manager, manifest, receiver):
+        receive_weights(manifest, receiver, list)
+
+    rollout = RolloutWorker("vllm", stack.rollout._config, {})
+    pool = RolloutPool([LocalHandle("rollout-1", lambda: rollout)], timeout_s=PATIENCE_S)
+    pool.start()
+    monkeypatch.setattr(adapters, "install", take_and_forget)
+    sync = WeightSync(
+        stack.policy,
+        pool,
+        transports=("local",),
+        timeout_s=PATIENCE_S,
+        options=WeightSyncSection(adapters="adapter"),
+    )
+    sent = [sync(1), sync(2)]
+    assert [report.probes[0].gap.largest < 1e-4 for report in sent] == [True, True]
+    assert not any(report.partial for report in sent), "all weights travelled"
+    pool.close()
 
 
 def test_both_ends_must_know_adapters(tmp_path):

@@ -16,7 +16,9 @@ from rlhf_core import (
     RolloutConfig,
     SamplingConfig,
     StaleWeightsError,
+    WeightManifest,
     WeightSyncError,
+    receive_weights,
 )
 from rlhf_core.testing.tiny import save_tiny_experts, save_tiny_model
 from rlhf_launch.config.weight_sync import WeightSyncSection
@@ -89,7 +91,8 @@ class Stack:
         self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: self.trainer)], timeout_s=PATIENCE_S)
         self.policy.start()
         rollout = RolloutConfig(model=path, dtype=dtype, max_model_len=64)
-        self.workers = [RolloutWorker(f"{__name__}:{backend}", rollout, {}) for _ in range(engines)]
+        name = backend if backend == "vllm" else f"{__name__}:{backend}"
+        self.workers = [RolloutWorker(name, rollout, {}) for _ in range(engines)]
         handles = [LocalHandle(f"rollout-{i}", lambda w=w: w) for i, w in enumerate(self.workers)]
         self.pool = RolloutPool(handles, timeout_s=PATIENCE_S)
         self.pool.start()
@@ -343,6 +346,67 @@ def test_merged_adapters_and_changes_alone_are_probed(start, dense):
     report = delta(4)
     assert not report.partial, "the second try brings all weights"
     assert report.probes[0].gap.largest < 1e-4
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_engines_that_load_wrongly_are_caught(start, experts, dtype, monkeypatch, caplog):
+    """Faults in the place where vLLM takes weights: once each, mended by loading all at once; then for good."""
+    from rlhf_rollout.backends.vllm.worker.transfer import LinkTransfer
+
+    stack = start(experts, dtype=dtype, backend="vllm")
+    sync = stack.sync()
+    assert "verified by a probe" in sync.prove()
+    stack.step()
+    first = sync(1).probes[0].gap
+    assert first.mean < (1e-5 if dtype == "float32" else 0.05)
+    load, receive = LinkTransfer._load, LinkTransfer.receive_weights
+    spoiled = []
+
+    def spoil(part, change):
+        def changed(transfer, weights):
+            def pairs():
+                for name, tensor in weights:
+                    if part in name:
+                        spoiled.append(name)
+                        tensor = change(tensor)
+                    yield name, tensor
+
+            load(transfer, pairs())
+
+        return changed
+
+    def keep_old(transfer, update):
+        if update.other_way:
+            receive(transfer, update)
+        else:
+            receive_all(transfer, update)
+
+    def receive_all(transfer, update):
+        manifest = WeightManifest.from_dict(vars(update))
+        receive_weights(manifest, transfer.receiver, list)
+
+    faults = [
+        ("_load", spoil("layers.1.mlp.experts.2.down_proj", lambda tensor: tensor.roll(1, 0))),
+        ("_load", spoil("layers.0.input_layernorm", lambda tensor: tensor * 1.5)),
+        ("_load", spoil("layers.1.mlp.experts", torch.zeros_like)),
+        ("receive_weights", keep_old),
+    ]
+    for version, (name, fault) in enumerate(faults, start=2):
+        caplog.clear()
+        stack.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(LinkTransfer, name, fault)
+            report = sync(version)
+        assert f"weight version {version} is wrong as it was loaded" in caplog.text
+        assert report.probes[0].gap.mean < max(1e-5, 4 * first.mean)
+    assert len(spoiled) > 2
+    stack.step()
+    monkeypatch.setattr(LinkTransfer, "receive_weights", receive_all)
+    with pytest.raises(WeightSyncError, match=r"rollout engine 0: its log-probs|it has kept its old weights"):
+        sync(9)
+    with pytest.raises(StaleWeightsError):
+        stack.pool.call(0, "generate", REQUEST).result(PATIENCE_S)
 
 
 def test_settings_are_checked():

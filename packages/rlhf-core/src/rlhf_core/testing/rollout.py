@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from rlhf_core.testing.rollout_control import ControlChecks
 from rlhf_core.testing.rollout_sampling import SamplingChecks
+from rlhf_core.testing.rollout_scoring import ScoringChecks
 
 
-class RolloutBackendConformance(SamplingChecks, ControlChecks):
+class RolloutBackendConformance(SamplingChecks, ControlChecks, ScoringChecks):
     """What every rollout backend must do. Override the fixture `backend_factory`, and what else does not fit.
 
     `tied`, `long_tokens`, `max_model_len`, `tolerance` and `timeout_s` are class attributes; the fixture
