@@ -102,7 +102,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {
+        **_EXPERTS,
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     "qwen3_next": {
         **_EXPERTS,
         "shared_expert_intermediate_size": 64,
@@ -121,7 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
     },
     "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 256},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {"conv_dim": 128, "layer_types": ["conv", "full_attention"]},
     "mamba": {"state_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16, "expand": 2},
     "jamba": {

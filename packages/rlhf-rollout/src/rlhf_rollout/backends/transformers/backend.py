@@ -35,6 +35,7 @@ from rlhf_core import (
 from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
 from rlhf_rollout.backends.transformers.loop import DecodingLoop
 from rlhf_rollout.backends.transformers.token_sampling import score_rows
+from rlhf_rollout.backends.transformers.trial import try_decoding
 
 _loading = threading.Lock()
 """Held while a model is loaded: Transformers then switches the default device and dtype of the whole process."""
@@ -43,7 +44,12 @@ _loading = threading.Lock()
 class TransformersBackend:
     """RolloutBackend over `AutoModelForCausalLM`, with batched, cached decoding. `config.options` must be empty.
 
-    Any decoder-only model with ordinary attention works. Unseeded requests draw from `config.seed`'s stream.
+    Any decoder-only model works whose cached decoding gives the log-probs of its own forward pass, which is tried
+    when it is loaded. Unseeded requests draw from `config.seed`'s stream.
+
+    Raises:
+        ConfigError: an option, or a model whose log-probs would differ.
+        CapabilityError: more than one device.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -64,6 +70,7 @@ class TransformersBackend:
             )
         self._config = config
         self._model = model.to(config.device).eval().requires_grad_(False)
+        try_decoding(self._model)
         self._end_of_text = _end_of_text(model)
         self._decoder = Decoder(self._model, max_model_len=config.max_model_len)
         self._loop = DecodingLoop(self._decoder, max_draws=config.max_num_seqs)
