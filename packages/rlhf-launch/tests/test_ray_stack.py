@@ -257,7 +257,7 @@ def test_asynchronous_training_over_a_resume(run, config, tmp_path):
     half = dataclasses.replace(whole, schedule=dataclasses.replace(whole.schedule, steps=version + 2))
     with contextlib.closing(whole.producer) as producer:
         run_steps(half)
-        waiting = producer.state()["ledger"]
+        waiting = producer.state()[0]["ledger"]
         assert len(waiting["in_flight"]) + len(waiting["finished"]) > 0
         restore(whole, whole.state.store.latest())
         run_steps(whole)

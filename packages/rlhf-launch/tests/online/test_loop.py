@@ -41,7 +41,7 @@ class Run:
         due = CheckpointSchedule(every=checkpoint_every, minutes=minutes, clock=lambda: self.now)
         self.rewards = dict(rewards)
         producer = types.SimpleNamespace(
-            state=lambda: {"ledger": {}},
+            state=lambda: ({"ledger": {}}, []),
             collect=lambda: ([], types.SimpleNamespace(seconds={}, counts={})),
             pause=lambda: None,
             resume=lambda version: None,

@@ -42,7 +42,7 @@ class Run:
 
     def __init__(self, folder, *, background=True):
         self.policy = Group()
-        producer = types.SimpleNamespace(state=lambda: {"prompt_position": 0, "ledger": {}})
+        producer = types.SimpleNamespace(state=lambda: ({"prompt_position": 0, "ledger": {}}, []))
         kl = types.SimpleNamespace(state_dict=dict)
         self.store = CheckpointStore(folder, keep=1)
         self.state = RunState(self.store, [self.policy], producer, kl, background=background)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_core import DroppedSample, Score, Trajectory
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
 from rlhf_rollout import ScoredGroup
 
 
@@ -161,7 +162,8 @@ def test_no_order_of_completion_breaks_the_bound_or_loses_a_prompt(seed, per_ste
 
 def resumed(ledger, limits):
     other = Ledger(limits)
-    other.restore(json.loads(json.dumps(ledger.state())), step=ledger.step)
+    plain, groups = ledger.state()
+    other.restore(json.loads(json.dumps(plain)), unpack_groups(pack_groups(groups)), step=ledger.step)
     return other
 
 
@@ -203,7 +205,7 @@ def test_groups_that_tighter_limits_make_too_old_are_generated_again(tighter):
     assert ledger.ready
 
 
-def test_groups_that_json_cannot_hold_are_generated_again():
+def test_groups_that_no_file_can_hold_are_generated_again():
     limits = LedgerLimits(per_step=2, steps=9)
     ledger = Ledger(limits)
     start_all(ledger, 0)
@@ -223,8 +225,8 @@ def test_a_waiting_group_survives_a_checkpoint_whole():
         dropped=(DroppedSample(sample_id="0/1", reason="hung"),),
         greedy_score=0.25,
     )
-    ledger, other = (Ledger(LedgerLimits(per_step=1, steps=1)) for _ in range(2))
+    limits = LedgerLimits(per_step=1, steps=1)
+    ledger = Ledger(limits)
     ledger.start(0)
     ledger.finish(0, whole)
-    other.restore(json.loads(json.dumps(ledger.state())), step=0)
-    assert other.take() == [whole]
+    assert resumed(ledger, limits).take() == [whole]

@@ -276,12 +276,12 @@ def test_prompts_in_flight_are_generated_again_after_resume(start):
     script = of_length(lambda n: 60 if n in (0, 3) else 1)
     run = start(during="run", max_staleness=1, per_step=2, script=script)
     first = run.step()
-    state = run.producer.state()
+    state, groups = run.producer.state()
     assert set(state["ledger"]["in_flight"]) >= {0, 3}
     run.close()
     again = start(during="run", max_staleness=1, per_step=2, script=script)
     again.version = 1
-    again.producer.restore(state, step=1)
+    again.producer.restore(state, groups, step=1)
     rest = [numbers(again.step()) for _ in range(4)]
     used = sorted(n for groups in (numbers(first), *rest) for n in groups)
     assert len(used) == len(set(used)) == 10
@@ -293,10 +293,10 @@ def test_prompts_in_flight_are_generated_again_after_resume(start):
 def test_restoring_gives_up_what_runs(start):
     run = start(during="run", max_staleness=1, per_step=2, script=of_length(lambda n: 60))
     run.step()
-    state = run.producer.state()
+    state, groups = run.producer.state()
     for engine in run.engines:
         engine.set_version(1)
-    run.producer.restore(state, step=1)
+    run.producer.restore(state, groups, step=1)
     assert len(numbers(run.step())) == 2
     counts = run.ledger.counts
     assert counts["dispatched"] == len(run.ledger.in_flight) + run.ledger.waiting + counts["consumed"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rlhf_algos import Checkpoint, CheckpointSchedule, CheckpointStore, KLController, Unpublished
 
 from rlhf_launch.samples.producer import Producer
+from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
 from rlhf_launch.workers.train_group import TrainGroup
 
 
@@ -48,8 +49,9 @@ class RunState:
         """Begin a checkpoint of the run as it is now; it counts once `publish` has found it complete."""
         self.publish(wait=True)
         self.schedule.saved()
-        state = {**self._producer.state(), "kl": self._kl.state_dict()}
-        unpublished = self.store.begin(self.step, state)
+        plain, groups = self._producer.state()
+        state = {**plain, "kl": self._kl.state_dict()}
+        unpublished = self.store.begin(self.step, state, pack_groups(groups))
         for engine in self._engines:
             engine.save(unpublished.folder / engine.name, background=self._background)
         self._unpublished = unpublished
@@ -77,5 +79,5 @@ class RunState:
             engine.load(saved.path / engine.name)
         self._kl.load_state_dict(saved.state["kl"])
         self.step = saved.step
-        self._producer.restore(dict(saved.state), step=self.step)
+        self._producer.restore(saved.state, unpack_groups(saved.tensors()), step=self.step)
         return self.step

@@ -14,14 +14,14 @@ With S = 0 this is the ordinary alternation: B prompts are started, all are wait
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import DroppedSample, LogProbMeaning, Score, Trajectory
 from rlhf_rollout import ScoredGroup
+
+from rlhf_launch.samples.saved_groups import can_be_saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,63 +150,43 @@ class Ledger:
         oldest = sorted(self._finished, key=lambda position: (self._started_at[position], position))
         return set(oldest[: self.limits.per_step])
 
-    def state(self) -> dict[str, Any]:
-        """The accounts as a checkpoint holds them, in what JSON can express.
+    def state(self) -> tuple[dict[str, Any], list[ScoredGroup]]:
+        """The accounts as a checkpoint holds them: what JSON can express, and the groups of its `finished`.
 
-        Samples of prompts in flight are not kept, nor those that JSON cannot hold (images, dates): all of these are
+        Samples of prompts in flight are not kept, nor those that no file can hold (images, dates): all of these are
         generated again.
         """
-        kept, again = [], self.in_flight
+        again = self.in_flight
+        finished, groups = [], []
         for position, group in self._finished.items():
-            plain = asdict(group)
-            if _is_json(plain):
-                kept.append({"position": position, "version": self._started_at[position], "group": plain})
+            if can_be_saved(group):
+                finished.append({"position": position, "version": self._started_at[position]})
+                groups.append(group)
             else:
                 again.append(position)
-        return {
+        plain = {
             "in_flight": again,
-            "finished": kept,
+            "finished": finished,
             "dropped": [list(entry) for entry in self.dropped],
             "counts": dict(self.counts),
         }
+        return plain, groups
 
-    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+    def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
         """Continue from saved accounts, before `step` and with the engines at that version."""
         self.step = self.version = step
         self._again = deque(state["in_flight"])
         self._finished, self._started_at = {}, {}
-        for item in sorted(state["finished"], key=lambda item: (item["version"], item["position"])):
-            left = item["version"] + self.limits.max_staleness - step + 1
+        entries = zip(state["finished"], groups, strict=True)
+        saved = [(entry["version"], entry["position"], group) for entry, group in entries]
+        for version, position, group in sorted(saved, key=lambda item: item[:2]):
+            left = version + self.limits.max_staleness - step + 1
             if self.waiting < self.limits.per_step * left:
-                self._finished[item["position"]] = _group_from_plain(item["group"])
-                self._started_at[item["position"]] = item["version"]
+                self._finished[position] = group
+                self._started_at[position] = version
             else:  # the limits are tighter than before; these samples would come too late
-                self._again.append(item["position"])
+                self._again.append(position)
         self.dropped.clear()
         self.dropped.extend((position, reason) for position, reason in state["dropped"])
         self.counts = Counter(state["counts"])
         self._misses, self._flat = 0, []
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON can hold a value."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _group_from_plain(data: Mapping[str, Any]) -> ScoredGroup:
-    """A group from what `dataclasses.asdict` and JSON made of it."""
-    return ScoredGroup(
-        trajectories=tuple(_trajectory(item) for item in data["trajectories"]),
-        scores=tuple(Score(**{**item, "rewards": tuple(item["rewards"])}) for item in data["scores"]),
-        dropped=tuple(DroppedSample(**item) for item in data["dropped"]),
-        greedy_score=data["greedy_score"],
-    )
-
-
-def _trajectory(data: Mapping[str, Any]) -> Trajectory:
-    tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    return Trajectory(**{**data, **tuples, "meaning": LogProbMeaning(**data["meaning"])})

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -129,19 +129,20 @@ class Producer:
             self._open = self._config.during_training != "rest"
             self._fill()
 
-    def state(self) -> dict[str, Any]:
-        """The state that a checkpoint holds: position, prompts in flight, groups that wait."""
+    def state(self) -> tuple[dict[str, Any], list[ScoredGroup]]:
+        """The state that a checkpoint holds: position and accounts, and the groups that wait."""
         with self._changed:
-            return {"prompt_position": self._prompts.position, "ledger": self.ledger.state()}
+            accounts, groups = self.ledger.state()
+            return {"prompt_position": self._prompts.position, "ledger": accounts}, groups
 
-    def restore(self, state: dict[str, Any], *, step: int) -> None:
+    def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
         """Continue from a saved state, before `step`, with the engines at that version; what runs is given up."""
         with self._changed:
             self._open = False
         self._thread.cancel_all()
         with self._changed:
             self._prompts.position = state["prompt_position"]
-            self.ledger.restore(state["ledger"], step=step)
+            self.ledger.restore(state["ledger"], groups, step=step)
             self._reported = Counter(self.ledger.counts)
             self._error = None
 
