@@ -1,6 +1,8 @@
 import json
 import os
+import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,17 @@ def settings(folder, tmp_path):
         "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},
         "output": str(tmp_path / "run"),
     }
+
+
+@pytest.fixture
+def busy_cores():
+    """As many processes as there are cores burn them while a test runs."""
+    program = [sys.executable, "-c", "while True: pass"]
+    with ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            process = stack.enter_context(subprocess.Popen(program))
+            stack.callback(process.kill)  # before the exit of Popen, which waits for its end
+        yield
 
 
 @pytest.fixture

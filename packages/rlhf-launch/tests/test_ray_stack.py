@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def with_steps(config, steps):
 
 def metric_rows(run):
     rows = map(json.loads, (run.reporter.directory / "metrics.jsonl").read_text().splitlines())
-    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch", "memory/")
+    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch", "memory/", "sync/probe_seconds")
     return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
 
 
@@ -139,23 +140,27 @@ def test_a_lost_link_is_opened_again(run):
     assert mismatch(run, "after-reconnect") < 1e-4
 
 
-def test_restored_engines_go_on_bit_for_bit(run):
-    uninterrupted = metric_rows(run)
+def take_the_last_step_again(run):
+    """Without the newest checkpoint the run goes back to the one before, and on from there."""
     folder = run.reporter.directory / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003"]
-    for path in (folder / "step-000003").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    for path in sorted((folder / "step-000003").rglob("*"), reverse=True):
-        path.rmdir()
-    (folder / "step-000003").rmdir()
+    shutil.rmtree(folder / "step-000003")
     restore(run, run.state.store.latest())
     assert run.state.step == 2
     assert run.pool.weight_versions() == [2]
     run_steps(run)
-    rows = metric_rows(run)
-    assert rows[:3] == uninterrupted
-    assert rows[3] == uninterrupted[2]
+    return metric_rows(run)[-1]
+
+
+def test_restored_engines_go_on_bit_for_bit(run):
+    uninterrupted = metric_rows(run)
+    assert take_the_last_step_again(run) == uninterrupted[2]
+    assert metric_rows(run)[:3] == uninterrupted
+
+
+def test_restored_engines_go_on_bit_for_bit_on_a_busy_machine(run, busy_cores):
+    """Calls arrive at other times there, and share other batches."""
+    assert take_the_last_step_again(run) == metric_rows(run)[2]
 
 
 def test_the_export_loads_and_scores_like_the_trainer(run, tmp_path):

@@ -30,7 +30,7 @@ def read_rows(run):
 def without_times(rows):
     """Without what differs from run to run: seconds, and the last bits of the generator's log-probs, which depend
     on the requests that happened to share a batch."""
-    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch")
+    varying = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch", "sync/probe_seconds")
     return [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows]
 
 
