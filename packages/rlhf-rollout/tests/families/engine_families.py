@@ -127,7 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
     },
     "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 256},
-    "lfm2": {"conv_dim": 128, "layer_types": ["conv", "full_attention"]},
+    "lfm2": {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 192, "layer_types": ["conv", "full_attention"]},
     "mamba": {"state_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16, "expand": 2},
     "jamba": {

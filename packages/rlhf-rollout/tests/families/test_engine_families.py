@@ -13,6 +13,7 @@ SPECIAL = {
     "gpt_oss": "experts and sinks are copied past the weight loaders",
     "deepseek_v3": "heads come as a dimension of their own to the rotary kernel",
     "mamba2": "carries a state",
+    "cohere2": "its window is one token longer in vLLM",
     "olmo2": "vLLM runs the class of Transformers that the trainer has, too",
 }
 """Families, and what is special about them. Mixtral and Qwen3-MoE are in test_experts, Qwen2 in test_backend."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rlhf_core import RolloutConfig
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, env_vars
+from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, _shorter_window, env_vars
+from transformers import Cohere2Config, MistralConfig
 
 
 def test_a_cpu_process_computes_with_one_thread_unless_told_otherwise() -> None:
@@ -44,6 +45,14 @@ def test_cache_of_an_unknown_architecture_is_a_part_of_the_free_memory(tmp_path:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < _cpu_cache_bytes(RolloutConfig(model=str(tmp_path))) <= memory / 4
+
+
+def test_windows_that_vllm_lengthens_by_a_token_are_given_a_token_shorter(tmp_path: Path) -> None:
+    Cohere2Config(sliding_window=16).save_pretrained(tmp_path / "cohere2")
+    MistralConfig(sliding_window=16).save_pretrained(tmp_path / "mistral")
+    assert _shorter_window(RolloutConfig(model=str(tmp_path / "cohere2"))) == 15
+    assert _shorter_window(RolloutConfig(model=str(tmp_path / "mistral"))) is None
+    assert _shorter_window(RolloutConfig(model="no/such-model")) is None
 
 
 @pytest.mark.stack

@@ -24,6 +24,8 @@ _FIXED = {
     "data_parallel_size": "run several backends for more throughput",
     "stream_interval": "finished requests only are taken from the engine",
 }
+_ONE_TOKEN_MORE = frozenset({"cohere2", "cohere2_moe"})
+"""Model types whose windows are one token longer in vLLM than in Transformers, by which policies are trained."""
 _CPU_BLOCK = 32
 """Tokens in a block of the key/value cache on CPU. Samples of one prompt share whole blocks only, so vLLM's own 128
 computes most prompts again for each sample; 32 is the smallest that its attention takes."""
@@ -126,6 +128,8 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         "worker_extension_cls": "rlhf_rollout.backends.vllm.worker.extension.RolloutExtension",
         "weight_transfer_config": {"backend": "rlhf-link"},
     }
+    if (window := _shorter_window(config)) is not None:
+        arguments["hf_overrides"] = {"sliding_window": window}
     if config.adapter_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": _adapter_room(config.adapter_rank)}
     if config.device == "cpu":
@@ -190,6 +194,23 @@ def _has_tokenizer(model: str) -> bool:
     return not path.is_dir() or any((path / name).exists() for name in names)
 
 
+def _shorter_window(config: RolloutConfig) -> int | None:
+    """The sliding window to give vLLM in place of the model's, where it lets each token see one more than that."""
+    model = _model_config(config)
+    window = getattr(model, "sliding_window", None)
+    return window - 1 if window and model.model_type in _ONE_TOKEN_MORE else None
+
+
+def _model_config(config: RolloutConfig) -> Any:
+    """The model's own configuration, or None if it cannot be read here."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError):
+        return None
+
+
 def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
     """Eager mode and whole prompts.
 
@@ -212,16 +233,14 @@ def _cpu_cache_bytes(config: RolloutConfig) -> int:
     all.
     """
     import torch
-    from transformers import AutoConfig
 
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-        text = model.get_text_config()
+        text = _model_config(config).get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         per_token = 2 * text.num_hidden_layers * heads * size * getattr(torch, config.dtype).itemsize
-    except (AttributeError, OSError, ValueError):
+    except AttributeError:
         return free // 4
     block = config.options.get("block_size", _CPU_BLOCK)
     # vLLM keeps one block for itself.
