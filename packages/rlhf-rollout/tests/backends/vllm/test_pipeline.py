@@ -47,8 +47,12 @@ def backend(model_path: str) -> Iterator[VLLMBackend]:
 
 
 def gap(backend: VLLMBackend, trainer: Trainer, asked: GenerationRequest = REQUEST) -> float:
+    """Largest difference from the trainer's log-probs, of sampled tokens and of tokens that are scored."""
     samples = asyncio.run(backend.generate(asked)).samples
-    return max(float((trainer.log_probs(asked, s) - torch.tensor(s.log_probs)).abs().max()) for s in samples)
+    expected = trainer.log_probs(asked, samples[0])
+    (scored,) = asyncio.run(backend.score_tokens([(*asked.prompt_token_ids, *samples[0].token_ids)]))
+    found = [(expected, scored[-len(expected) :]), *((trainer.log_probs(asked, s), s.log_probs) for s in samples)]
+    return max(float((right - torch.tensor(given)).abs().max()) for right, given in found)
 
 
 async def transfer(backend: VLLMBackend, source: object, manifest: WeightManifest) -> None:
@@ -96,7 +100,10 @@ def test_steps_in_flight_between_stages_end_before_weights_change(backend: VLLMB
 
     async def interrupted() -> list[GenerationResult]:
         tasks = [asyncio.create_task(backend.generate(one)) for one in asked]
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.2)
+        (scores,) = await backend.score_tokens([REQUEST.prompt_token_ids])
+        assert (old.row_log_probs(REQUEST.prompt_token_ids) - torch.tensor(scores)).abs().max() < 1e-4
+        await asyncio.sleep(0.2)
         await sync(backend, trainer)
         return await asyncio.gather(*tasks)
 

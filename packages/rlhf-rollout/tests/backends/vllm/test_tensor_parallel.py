@@ -49,8 +49,12 @@ def backend(model_path: Path) -> Iterator[VLLMBackend]:
 
 
 def gap(backend: VLLMBackend, trainer: Trainer) -> float:
+    """Largest difference from the trainer's log-probs, of sampled tokens and of tokens that are scored."""
     samples = asyncio.run(backend.generate(REQUEST)).samples
-    return max(float((trainer.log_probs(REQUEST, s) - torch.tensor(s.log_probs)).abs().max()) for s in samples)
+    expected = trainer.log_probs(REQUEST, samples[0])
+    (scored,) = asyncio.run(backend.score_tokens([(*REQUEST.prompt_token_ids, *samples[0].token_ids)]))
+    found = [(expected, scored[-len(expected) :]), *((trainer.log_probs(REQUEST, s), s.log_probs) for s in samples)]
+    return max(float((right - torch.tensor(given)).abs().max()) for right, given in found)
 
 
 def test_sharded_workers_sync_fail_and_sync_again(backend: VLLMBackend, model_path: Path) -> None:

@@ -228,7 +228,13 @@ def _loaded_anew(model: Any, manifest: WeightManifest, receiver: Receiver) -> An
     weights: dict[str, torch.Tensor] = {}
     receive_weights(manifest, receiver, lambda pairs: weights.update((name, t.clone()) for name, t in pairs))
     with _loading:
-        new = type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=model.dtype)
+        new = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=weights,
+            dtype=model.dtype,
+            attn_implementation=model.config._attn_implementation,
+        )
     return new.to(model.device).eval().requires_grad_(False)
 
 
