@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rlhf_core import EngineConfig, load_role, zero_linear_head
 
+from rlhf_train.model.buffers import restore_buffers
 from rlhf_train.parallel.tensor import whole_layers
 
 
@@ -26,6 +27,8 @@ def load_model(config: EngineConfig, zero_config: dict[str, Any] | None) -> Any:
     """
     creation = _sharded_creation(None if config.quantize else zero_config)
     model, fresh = load_role(config, extra="rlhf-train[qlora]", creation=creation)
+    if zero_config is not None and not config.quantize:
+        restore_buffers(model, getattr(torch, config.dtype))
     if parameters := zero_linear_head(model, fresh):
         with torch.no_grad(), gathered(parameters, modify=True) as whole:
             for parameter in whole:
