@@ -40,6 +40,7 @@ def test_an_unknown_option_names_the_nearest():
         ({"average_decay": 0.9}, "'average_decay' is a setting of every engine.*the field average_decay"),
         ({"lora": {"rank": 4}}, "'lora' is a setting of every engine"),
         ({"accumulate_dtype": "fp32"}, "accumulate_dtype must be one of"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype must be one of"),
     ],
 )
 def test_impossible_options_are_refused(options, complaint):
@@ -53,6 +54,8 @@ def test_impossible_options_are_refused(options, complaint):
         ("bfloat16", {"stage": 0}, "stage 0 trains in float32 only"),
         ("bfloat16", {"stage": 1}, "use stage 2 or 3"),
         ("bfloat16", {"stage": 3, "accumulate_dtype": "float16"}, "use one of these two"),
+        ("bfloat16", {"stage": 3, "reduce_dtype": "float16"}, "reduce_dtype 'float16' fits neither"),
+        ("float32", {"stage": 3, "reduce_dtype": "bfloat16"}, "use one of these two"),
         ("float16", {"stage": 3}, "does not train on the CPU"),
     ],
 )
@@ -61,6 +64,12 @@ def test_settings_that_would_train_wrongly_are_refused(dtype, options, complaint
     with pytest.raises(ConfigError, match=complaint):
         check_compatible(config, ZeroConfig(**options))
     check_compatible(EngineConfig(model="m", dtype=dtype), ZeroConfig(**options))
+
+
+def test_gradients_are_reduced_in_float32_unless_told_otherwise():
+    assert settings("bfloat16")["communication_data_type"] == "fp32"
+    assert settings("bfloat16", reduce_dtype="bfloat16")["communication_data_type"] == "bf16"
+    assert "communication_data_type" not in settings("bfloat16", trained=False)
 
 
 def test_micro_batches_are_counted_by_the_engine_not_by_deepspeed():

@@ -52,11 +52,12 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
             f"engine options: stage 1 cannot add up {config.dtype} gradients in float32; use stage 2 or 3, or set "
             f"accumulate_dtype: {config.dtype}"
         )
-    if zero.accumulate_dtype not in ("float32", config.dtype):
-        raise ConfigError(
-            f"engine options: accumulate_dtype {zero.accumulate_dtype!r} fits neither the model's dtype "
-            f"{config.dtype!r} nor float32; use one of these two"
-        )
+    for name in ("accumulate_dtype", "reduce_dtype"):
+        if getattr(zero, name) not in ("float32", config.dtype):
+            raise ConfigError(
+                f"engine options: {name} {getattr(zero, name)!r} fits neither the model's dtype "
+                f"{config.dtype!r} nor float32; use one of these two"
+            )
     if config.dtype == "float16" and config.device == "cpu":
         raise ConfigError("dtype float16 does not train on the CPU; use bfloat16 or float32")
 

@@ -58,6 +58,9 @@ class ZeroConfig:
     """Reduce gradients during the backward pass; None does so on CUDA."""
     accumulate_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Micro-batch gradients are added up in this type. float32 for a 16-bit model needs stage 2 or 3."""
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Gradients are added up over ranks in this type (DeepSpeed's `communication_data_type`, whose own default is
+    the model's). The model's 16 bits halve what is sent, and round each sum (docs/numbers.md)."""
     export_shard_bytes: int = 4 << 30
     """Size of the files that `export` writes; also the host memory it takes."""
     timeout_s: float = 1800.0
@@ -80,6 +83,7 @@ class ZeroConfig:
             check_whole(f"engine options: {name}", getattr(self, name), at_least=0)
         check_number("engine options: timeout_s", self.timeout_s, above=0)
         check_choice("engine options: accumulate_dtype", self.accumulate_dtype, _SHORT)
+        check_choice("engine options: reduce_dtype", self.reduce_dtype, _SHORT)
         if self.offload_optimizer and self.stage == 0:
             raise ConfigError("engine options: offload_optimizer needs stage 1, 2 or 3, got stage 0")
         if self.offload_parameters and self.stage != 3:
@@ -125,6 +129,7 @@ def deepspeed_config(config: EngineConfig, zero: ZeroConfig, *, world_size: int)
     if config.trained:
         dtype = "float32" if config.dtype == "float32" else zero.accumulate_dtype
         result["data_types"] = {"grad_accum_dtype": _SHORT[dtype]}
+        result["communication_data_type"] = _SHORT[zero.reduce_dtype]
     return result
 
 
