@@ -42,6 +42,7 @@ from rlhf_core.errors import (
     ResourceError,
     RewardError,
     RLHFError,
+    RunStopped,
     StaleWeightsError,
     TrainingDivergedError,
     UserError,
@@ -90,6 +91,7 @@ from rlhf_core.plugins import (
     load_plugin,
     plugin_names,
 )
+from rlhf_core.stopping import STOP_SIGNALS, StopRequest
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal
 from rlhf_core.training.learning_rate import learning_rate
@@ -145,6 +147,7 @@ __all__ = [
     "PRECISIONS",
     "ROLLOUT_BACKENDS",
     "RUN_TOGETHER",
+    "STOP_SIGNALS",
     "TRAIN_ENGINES",
     "WEIGHT_TRANSPORTS",
     "Accumulated",
@@ -212,6 +215,7 @@ __all__ = [
     "Role",
     "RolloutBackend",
     "RolloutConfig",
+    "RunStopped",
     "Sample",
     "SamplingConfig",
     "SavesInBackground",
@@ -224,6 +228,7 @@ __all__ = [
     "SendsAdapters",
     "StaleWeightsError",
     "StepReport",
+    "StopRequest",
     "TensorSpec",
     "TokenBudget",
     "TokenRows",

@@ -13,6 +13,7 @@ RLHFError
 │   └── StaleWeightsError        a generator was asked for samples while its weights cannot be trusted
 ├── EngineDiedError              a generator or a training rank is gone
 ├── RewardError                  a reward function raised, hung or returned something unusable
+├── RunStopped                   a run was asked to end, and did so in good order
 └── TrainingDivergedError        too many non-finite steps in a row
 """
 
@@ -74,6 +75,15 @@ class RewardError(RLHFError):
         super().__init__(message)
         self.sample_ids = sample_ids
         """The samples at fault where they are known, else empty."""
+
+
+class RunStopped(RLHFError):
+    """A run ended before its last step because it was asked to; its newest state is in a checkpoint."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """Of the command: 128 and the signal's number, if a signal asked."""
 
 
 class TrainingDivergedError(RLHFError):

@@ -91,7 +91,7 @@ def test_a_batch_of_fewer_units_than_ranks_is_scored(inputs, tmp_path, monkeypat
     from rlhf_core.testing.engine_ground import rows
 
     monkeypatch.setattr("rlhf_launch.placement.plans.TrainWorker", Rank)
-    run = configure(inputs, tmp_path, ranks=3, engine="torch")
+    run = configure(inputs, tmp_path, ranks=3, engine="deepspeed")
     engine = PlacedEngine(EngineConfig(model=str(inputs / "model")), run, LocalExecutor())
     batch = rows().select([0])
     found = engine.score(batch, ("log_probs", "candidate_log_probs"))

@@ -5,7 +5,7 @@ import types
 
 import pytest
 from rlhf_algos import CheckpointSchedule, CheckpointStore
-from rlhf_core import RewardError
+from rlhf_core import RewardError, StopRequest
 from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnlineRun, Schedule, finish_step, run_steps
 from rlhf_launch.online.report import Reporter
@@ -41,6 +41,7 @@ class Run:
         due = CheckpointSchedule(every=checkpoint_every, minutes=minutes, clock=lambda: self.now)
         self.rewards = dict(rewards)
         producer = types.SimpleNamespace(
+            rests=True,
             state=lambda: ({"ledger": {}}, []),
             collect=lambda: ([], types.SimpleNamespace(seconds={}, counts={})),
             pause=lambda: None,
@@ -61,6 +62,7 @@ class Run:
             ),
             evaluator=self.evaluate,
             reporter=self.reporter,
+            stop=StopRequest(),
             state=RunState(self.store, [Engine()], producer, kl, schedule=due, background=background),
             prompts=PromptStream(["a"], seed=0),
             make_groups=None,

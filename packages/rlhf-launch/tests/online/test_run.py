@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 from rlhf_algos import CheckpointStore, from_mapping
-from rlhf_core import ConfigError, RewardError
+from rlhf_core import ConfigError, RewardError, RunStopped, StopRequest
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.run import train
 from rlhf_launch.online.setup import open_producer
@@ -159,6 +160,62 @@ def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pat
     final = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "killed")]
     weights, other = (model.state_dict() for model in final)
     assert all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_run_saves_says_how_to_go_on_and_equals_an_uninterrupted_one(
+    settings, make_config, tmp_path, number, code
+):
+    settings |= {"tensorboard": False}
+    settings["train"] = {**settings["train"], "steps": 30}
+    whole = train(make_config(settings, output=str(tmp_path / "whole")))
+    settings["output"] = str(tmp_path / "stopped")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += "from rlhf_launch.cli.main import main; main()"
+    run = subprocess.Popen(
+        [sys.executable, "-c", program, "train", str(tmp_path / "run.yaml")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    while run.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.002)
+    run.send_signal(number)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == code, said
+    (step,) = (int(path.name[-6:]) for path in (tmp_path / "stopped" / "checkpoints").glob("step-*"))
+    assert 0 < step < 30
+    assert f"stopped: {number.name} was received\nthe newest checkpoint is that of step {step} of 30;" in said
+    assert f"continue with: rlhf train {tmp_path / 'run.yaml'} --resume\n" in said
+    resumed = train(make_config(settings), resume=True)
+    assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
+    final = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "stopped")]
+    weights, other = (model.state_dict() for model in final)
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+def test_a_program_may_ask_for_the_end(settings, make_config):
+    stop = StopRequest()
+
+    def on_step(step, metrics):
+        if step == 2:
+            stop.ask("the budget is spent")
+
+    config = make_config(settings)
+    with pytest.raises(RunStopped, match="the budget is spent") as caught:
+        train(config, on_step=on_step, stop=stop)
+    assert caught.value.__notes__ == ["the newest checkpoint is that of step 2 of 3; --resume continues from it"]
+    assert train(config, resume=True).steps == 3
+
+
+def test_a_failing_reward_costs_no_trained_step(settings, make_config):
+    """The reward fails in the third step; the first two are saved, though no checkpoint was due."""
+    config = make_config(settings, reward__function="launch_rewards:fails_later", data__hold_out=0)
+    with pytest.raises(RewardError, match="the service is down") as caught:
+        train(config)
+    assert "the newest checkpoint is that of step 2 of 3; --resume continues from it" in caught.value.__notes__
 
 
 @pytest.mark.parametrize(

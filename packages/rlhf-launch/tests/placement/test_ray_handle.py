@@ -6,7 +6,7 @@ import pytest
 from rlhf_core import EngineDiedError, ResourceError, WeightSyncError
 from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
-from rlhf_launch.workers.handles import gather
+from rlhf_launch.workers.handles import close_workers, gather
 
 pytestmark = pytest.mark.stack
 
@@ -53,8 +53,8 @@ def test_results_errors_and_deaths_come_back_as_what_they_are(cluster):
     with pytest.raises(EngineDiedError, match="second died during die"):
         gather([second.call("die")], what="a death", timeout_s=60)
     for handle in (first, second):
-        handle.close()
-        handle.close()
+        close_workers([handle])
+        close_workers([handle])
 
 
 def test_what_can_never_be_placed_is_refused_at_once(cluster):

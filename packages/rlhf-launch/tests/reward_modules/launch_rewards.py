@@ -9,6 +9,18 @@ def raises(completions, **columns):
     raise RuntimeError("no network today")
 
 
+calls = 0
+
+
+def fails_later(completions, **columns):
+    """Fails for the ninth group: of four in a step, one of the third step."""
+    global calls
+    calls += 1
+    if calls > 8:
+        raise RuntimeError("the service is down")
+    return share_of_alphanumerics(completions)
+
+
 def nan(completions, **columns):
     return [float("nan")] * len(completions)
 

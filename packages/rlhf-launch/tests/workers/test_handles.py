@@ -1,9 +1,11 @@
 import asyncio
 import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 from rlhf_core import DeadlineExceeded, EngineDiedError
-from rlhf_launch.workers.handles import LocalHandle, gather
+from rlhf_launch.workers.handles import LocalHandle, close_workers, gather
 
 
 class Worker:
@@ -36,7 +38,7 @@ class Worker:
 def handle():
     handle = LocalHandle("worker", Worker)
     yield handle
-    handle.close()
+    close_workers([handle])
 
 
 def test_the_worker_lives_on_its_own_thread(handle):
@@ -58,7 +60,7 @@ def test_a_failing_constructor_shows_in_ready_and_in_calls():
         handle.ready().result(5)
     with pytest.raises(ValueError, match="no such model"):
         handle.call("where").result(5)
-    handle.close()
+    close_workers([handle])
 
 
 def test_the_first_failure_is_raised_without_waiting_for_the_rest(handle):
@@ -68,7 +70,7 @@ def test_the_first_failure_is_raised_without_waiting_for_the_rest(handle):
     with pytest.raises(KeyError, match="the first cause"):
         gather(futures, what="two calls", timeout_s=30)
     event.set()
-    other.close()
+    close_workers([other])
 
 
 def test_a_deadline_names_what_was_awaited(handle):
@@ -80,11 +82,34 @@ def test_a_deadline_names_what_was_awaited(handle):
 
 def test_a_call_under_way_ends_when_the_worker_is_closed(handle):
     waiting = handle.call("wait_for_gate")
-    handle.close()
+    close_workers([handle])
     with pytest.raises(EngineDiedError, match="closed during wait_for_gate"):
         waiting.result(5)
 
 
 def test_close_twice(handle):
-    handle.close()
-    handle.close()
+    close_workers([handle])
+    close_workers([handle])
+
+
+class NeverIdle:
+    """A handle of a worker that does not come to its close."""
+
+    def __init__(self, name):
+        self.name, self.ended = name, False
+
+    def begin_close(self):
+        return Future()
+
+    def end(self):
+        self.ended = True
+
+
+def test_workers_that_are_busy_share_one_deadline(handle):
+    busy = [NeverIdle(f"rank-{rank}") for rank in range(64)]
+    begin = time.monotonic()
+    close_workers([*busy, handle], timeout_s=0.2)
+    assert time.monotonic() - begin < 64 * 0.2
+    assert all(worker.ended for worker in busy)
+    with pytest.raises(EngineDiedError, match="worker is closed; where was called"):
+        handle.call("where")

@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import sys
 from collections.abc import Callable
 
 import typer
-from rlhf_core import RLHFError, UserError
+from rlhf_core import RLHFError, RunStopped, UserError
 
 
 def run_command(work: Callable[[], None]) -> None:
-    """Run a command's work; errors that a person can correct end in one message and exit code 2."""
+    """Run a command's work; errors that a person can correct end in one message and exit code 2.
+
+    A run that a signal stopped ends with 128 and the signal's number. What an error notes (where the newest
+    checkpoint is, above all) is printed below it.
+    """
     quiet_libraries()
     try:
         work()
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
+        _print_notes(error)
         raise SystemExit(2) from None
+    except RunStopped as stopped:
+        typer.echo(f"stopped: {stopped}", err=True)
+        _print_notes(stopped)
+        raise SystemExit(stopped.exit_code) from None
     except RLHFError as error:
         if os.environ.get("RLHF_TRACEBACK"):
             raise
         typer.echo(f"error: {type(error).__name__}: {error}", err=True)
-        for note in getattr(error, "__notes__", []):
-            typer.echo(note, err=True)
+        _print_notes(error)
         typer.echo("(RLHF_TRACEBACK=1 shows the traceback)", err=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise SystemExit(130) from None
+
+
+def _print_notes(error: BaseException) -> None:
+    notes = getattr(error, "__notes__", [])
+    for note in notes:
+        typer.echo(note, err=True)
+    if any("--resume" in note for note in notes):
+        again = [argument for argument in sys.argv[1:] if argument != "--resume"]
+        typer.echo(f"continue with: {shlex.join(['rlhf', *again, '--resume'])}", err=True)
 
 
 def quiet_libraries() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlhf_algos import Checkpoint
-from rlhf_core import ConfigError, did_you_mean
+from rlhf_core import ConfigError, RLHFError, StopRequest, did_you_mean
 
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.metrics import PhaseClock
@@ -55,6 +55,8 @@ class OnlineRun:
     evaluator: Evaluator
     reporter: Reporter
     state: RunState
+    stop: StopRequest
+    """Whether the run was asked to end."""
     prompts: PromptStream
     """The stream that the producer draws from."""
     make_groups: MakeGroups
@@ -62,9 +64,14 @@ class OnlineRun:
 
 
 def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
-    """Run the steps that are left."""
+    """Run the steps that are left.
+
+    Raises:
+        RunStopped: the run was asked to end.
+    """
     remarks = Remarks()
     for step in range(run.state.step, run.schedule.steps):
+        run.stop.check()
         clock = PhaseClock()
         groups, waited = run.producer.collect()
         clock.add(waited.seconds)
@@ -73,12 +80,17 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
                 run.replacement()
         with run.replacement.suspended():
             run.producer.pause()
-            batch, metrics = run.trainer.step(groups, step, clock)
-            with clock("sync"):
-                sync = run.replacement.sync(step + 1)
+            with run.state.changing():
+                batch, metrics = run.trainer.step(groups, step, clock)
+                run.state.step = step + 1
+            metrics |= waited.counts
+            try:
+                with clock("sync"):
+                    sync = run.replacement.sync(step + 1)
+            except RLHFError:
+                run.reporter.step(step + 1, metrics)  # the step counts, and may be saved
+                raise
             run.producer.resume(step + 1)
-        run.state.step = step + 1
-        metrics |= waited.counts
         metrics |= clock.metrics(batch, overlapping=run.schedule.overlapping)
         metrics["idle_seconds/trainer"] = sum(waited.seconds.values())
         metrics["idle_seconds/engines"] = run.pool.take_idle_seconds()
@@ -132,9 +144,34 @@ def finish_step(run: OnlineRun, *, last: bool) -> None:
 
 
 def evaluate(run: OnlineRun) -> None:
-    """Evaluate every held-out set and report it."""
-    for evaluation in run.evaluator(run.state.step):
+    """Evaluate every held-out set and report it.
+
+    Raises:
+        RunStopped: the run was asked to end.
+    """
+    evaluations = run.evaluator(run.state.step)
+    while True:
+        with run.stop.interruptible():
+            evaluation = next(evaluations, None)
+        if evaluation is None:
+            return
         run.reporter.evaluation(evaluation)
+
+
+def save_early_end(run: OnlineRun) -> None:
+    """Save a run that ends before its last step, if its state is whole and no checkpoint has it yet.
+
+    Raises:
+        RLHFError: a rank cannot save.
+    """
+    state, newest = run.state, run.state.newest
+    if not state.whole or state.step == 0 or (state.step == newest and not run.schedule.overlapping):
+        return
+    for engine in run.trainer.trained:
+        engine.check_answering()
+    with run.replacement.suspended():
+        state.save()
+        state.publish(wait=True)
 
 
 def restore(run: OnlineRun, checkpoint: Checkpoint) -> None:

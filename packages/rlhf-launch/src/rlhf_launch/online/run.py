@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from rlhf_algos import (
     run_fingerprint,
     with_absolute_paths,
 )
+from rlhf_core import RLHFError, StopRequest
 from rlhf_rollout import EngineRewardConfig
 
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluation
-from rlhf_launch.online.loop import OnStep, evaluate, restore, run_steps
+from rlhf_launch.online.loop import OnlineRun, OnStep, evaluate, restore, run_steps, save_early_end
 from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.online.report import Reporter, plot_run
 from rlhf_launch.online.setup import open_run
@@ -57,6 +58,7 @@ def train(
     overwrite: bool = False,
     on_step: OnStep | None = None,
     console: Console | None = None,
+    stop: StopRequest | None = None,
 ) -> RunResult:
     """Improve a policy by reinforcement learning: a whole run, from the checks to the exported model.
 
@@ -70,18 +72,25 @@ def train(
         overwrite: move the run in the output directory aside, and begin anew.
         on_step: called after every step; may end the run (see `OnStep`).
         console: where progress is shown; standard output if not given.
+        stop: by which another thread may ask the run to end in good order. Ctrl-C, SIGTERM and SIGUSR1 ask, too,
+            where the run has the main thread; a second Ctrl-C or SIGTERM ends it at once.
 
     Raises:
+        RunStopped: the run was asked to end, and did so with a checkpoint of what it had learnt.
         UserError: the input is at fault; nothing heavy was started.
         ResourceError: the disk is full, or the output cannot be written.
         RLHFError: something failed while running; the newest checkpoint is complete.
     """
     start = Start(resume=resume, overwrite=overwrite)
     with naming_full_disk(config.output):
-        return _train(_with_absolute_paths(config), start, on_step, console or Console(highlight=False))
+        console, stop = console or Console(highlight=False), stop or StopRequest()
+        with stop.on_signals(lambda line: console.print(line, soft_wrap=True)):
+            return _train(_with_absolute_paths(config), start, on_step, console, stop)
 
 
-def _train(config: OnlineConfig, start: Start, on_step: OnStep | None, console: Console) -> RunResult:
+def _train(
+    config: OnlineConfig, start: Start, on_step: OnStep | None, console: Console, stop: StopRequest
+) -> RunResult:
     def say(line: str) -> None:
         console.print(line, soft_wrap=True)
 
@@ -96,11 +105,13 @@ def _train(config: OnlineConfig, start: Start, on_step: OnStep | None, console: 
         reporter = stack.enter_context(
             Reporter(folder, steps=steps, start=directory.step, tensorboard=config.tensorboard, console=console)
         )
-        run = stack.enter_context(open_run(config, inputs, store, reporter))
-        if directory.resumed is not None:
-            restore(run, directory.resumed)
-        evaluate(run)
-        run_steps(run, on_step)
+        with stop.interruptible():
+            run = stack.enter_context(open_run(config, inputs, store, reporter, stop))
+            if directory.resumed is not None:
+                restore(run, directory.resumed)
+        with _saved_on_early_end(run):
+            evaluate(run)
+            run_steps(run, on_step)
         run.trainer.policy.export(folder / "model")
         if config.train.average_decay is not None:
             run.trainer.policy.export_average(folder / "model-average")
@@ -115,6 +126,24 @@ def _train(config: OnlineConfig, start: Start, on_step: OnStep | None, console: 
         evaluations=tuple(reporter.evaluations),
         seconds=dict(reporter.totals),
     )
+
+
+@contextmanager
+def _saved_on_early_end(run: OnlineRun) -> Iterator[None]:
+    """Whatever ends the block early, what was learnt is saved where that is possible, and the error says where."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            save_early_end(run)
+        except (RLHFError, OSError) as failure:
+            error.add_note(f"the state after step {run.state.step} could not be saved: {failure}")
+        steps, newest = run.schedule.steps, run.state.newest
+        if newest:
+            error.add_note(f"the newest checkpoint is that of step {newest} of {steps}; --resume continues from it")
+        else:
+            error.add_note("there is no checkpoint to continue from: no step was complete")
+        raise
 
 
 def checkpoint_store(config: OnlineConfig, *, say: Callable[[str], None]) -> CheckpointStore:

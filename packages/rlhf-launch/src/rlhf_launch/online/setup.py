@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rlhf_algos import CheckpointSchedule, CheckpointStore
-from rlhf_core import ConfigError, SamplingConfig
+from rlhf_core import ConfigError, SamplingConfig, StopRequest
 
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluator
@@ -33,9 +33,22 @@ from rlhf_launch.workers.rollout_pool import RolloutPool
 
 @contextmanager
 def open_run(
-    config: OnlineConfig, inputs: Inputs, store: CheckpointStore, reporter: Reporter
+    config: OnlineConfig,
+    inputs: Inputs,
+    store: CheckpointStore,
+    reporter: Reporter,
+    stop: StopRequest | None = None,
 ) -> Iterator[OnlineRun]:
-    """Place and connect all workers; they are closed when the block ends, however it ends."""
+    """Place and connect all workers; they are closed when the block ends, however it ends.
+
+    Args:
+        config: the run.
+        inputs: what the preflight found.
+        store: its checkpoints.
+        reporter: its reports.
+        stop: by which it may be asked to end.
+    """
+    stop = stop or StopRequest()
     timeout_s = config.placement.timeout_s
     with ExitStack() as stack:
         begin = time.perf_counter()
@@ -58,7 +71,7 @@ def open_run(
         gc.freeze()
         make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer))
         prompts = prompt_stream(config, inputs)
-        producer = open_producer(config, prompts, make_groups, pool)
+        producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
         trainer = open_trainer(config, workers)
         yield OnlineRun(
@@ -70,6 +83,7 @@ def open_run(
             replacement=replacement,
             evaluator=Evaluator(inputs.held_out, make_groups, timeout_s=timeout_s),
             reporter=reporter,
+            stop=stop,
             state=RunState(
                 store,
                 trainer.trained,
@@ -158,7 +172,11 @@ def _samplers(config: OnlineConfig, pool: RolloutPool, tokenizer: Any) -> Callab
 
 
 def open_producer(
-    config: OnlineConfig, prompts: PromptStream, make_groups: MakeGroups, pool: RolloutPool
+    config: OnlineConfig,
+    prompts: PromptStream,
+    make_groups: MakeGroups,
+    pool: RolloutPool,
+    stop: StopRequest | None = None,
 ) -> Producer:
     """The producer of a run, in the mode that `rollout.overlap` names."""
     rollout, per_step = config.rollout, config.train.prompts_per_step
@@ -189,4 +207,5 @@ def open_producer(
             filter_flat=dynamic is not None,
             timeout_s=config.placement.timeout_s,
         ),
+        stop,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rlhf_algos import Checkpoint, CheckpointSchedule, CheckpointStore, KLController, Unpublished
+from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.samples.producer import Producer
 from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
@@ -40,17 +43,37 @@ class RunState:
         """
         self.store = store
         self.step = 0
+        self.whole = True
+        """Whether the engines' state is that after `step`; false inside a step, and for good after a failed one."""
         self._engines, self._producer, self._kl = engines, producer, kl
         self.schedule = schedule or CheckpointSchedule()
         self._background = background
         self._unpublished: Unpublished | None = None
+        self._accounts: tuple[dict[str, Any], list[ScoredGroup]] | None = None
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest complete checkpoint; 0 without one."""
+        return max(self.store.steps(), default=0)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block that takes a step.
+
+        Where nothing is generated while the policy is trained, the producer's accounts at its end are those that a
+        checkpoint of this step holds, whenever it is written: what began later begins again in a resumed run.
+        """
+        self.whole = False
+        yield
+        self.whole = True
+        self._accounts = self._producer.state() if self._producer.rests else None
 
     def save(self) -> None:
         """Begin a checkpoint of the run as it is now; it counts once `publish` has found it complete."""
         self.publish(wait=True)
         self.schedule.saved()
-        plain, groups = self._producer.state()
-        state = {**plain, "kl": self._kl.state_dict()}
+        accounts, groups = self._accounts or self._producer.state()
+        state = {**accounts, "kl": self._kl.state_dict()}
         unpublished = self.store.begin(self.step, state, pack_groups(groups))
         for engine in self._engines:
             engine.save(unpublished.folder / engine.name, background=self._background)

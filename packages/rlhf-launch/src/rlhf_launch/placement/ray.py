@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import ConfigError, EngineDiedError, ResourceError
+from rlhf_core import STOP_SIGNALS, ConfigError, EngineDiedError, ResourceError
 
 from rlhf_launch.placement.executor import WorkerPlan
 
@@ -90,19 +92,21 @@ class RayCluster:
         if address is not None:
             check_address(address)
             try:
-                self._ray.init(address=address, **settings)
+                with _keeping_signal_handlers():
+                    self._ray.init(address=address, **settings)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ResourceError(
                     f"placement.ray_address={address!r}: Ray cannot join the cluster: {error}"
                 ) from error
             return
-        self._ray.init(
-            include_dashboard=False,
-            object_store_memory=_object_store_bytes(),
-            # Unix sockets live below it, and their paths may have about 100 characters.
-            _temp_dir=tempfile.mkdtemp(prefix="ray-", dir="/tmp"),
-            **settings,
-        )
+        with _keeping_signal_handlers():
+            self._ray.init(
+                include_dashboard=False,
+                object_store_memory=_object_store_bytes(),
+                # Unix sockets live below it, and their paths may have about 100 characters.
+                _temp_dir=tempfile.mkdtemp(prefix="ray-", dir="/tmp"),
+                **settings,
+            )
 
     def check_resources(self, plans: Sequence[WorkerPlan]) -> None:
         """Refuse a run that can never be placed, before anything heavy is started.
@@ -170,6 +174,20 @@ class RayCluster:
             self._ray.shutdown()
 
 
+@contextlib.contextmanager
+def _keeping_signal_handlers() -> Iterator[None]:
+    """Ray puts its own handlers in the place of the run's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class RayHandle:
     """A worker in a Ray actor."""
 
@@ -196,14 +214,20 @@ class RayHandle:
         raw.add_done_callback(settle)
         return future
 
-    def close(self, timeout_s: float = 20.0) -> None:
-        """Close the worker, then end its process."""
+    def begin_close(self) -> Future[Any]:
+        """See Handle."""
+        if self._actor is None:
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+        return self.call("close")
+
+    def end(self) -> None:
+        """See Handle."""
         if self._actor is None:
             return
         import ray
 
-        with contextlib.suppress(Exception):  # the process is ended next, whatever state it is in
-            ray.get(self._actor.close.remote(), timeout=timeout_s)
         ray.kill(self._actor)
         self._actor = None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
+from rlhf_launch.workers.handles import close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 
@@ -81,9 +82,9 @@ def start_workers(
         for name, plans in training.items():
             ranks, handles = handles[: len(plans)], handles[len(plans) :]
             groups[name] = TrainGroup(name, ranks, timeout_s=timeout_s)
-            stack.callback(groups[name].close)
         pool = RolloutPool(handles, timeout_s=timeout_s)
-        stack.callback(pool.close)
+
+        stack.callback(_close, executor, pool, groups)
         if not executor.one_process:
             # Engines start while the training ranks do. Within one process DeepSpeed must come first: it has to
             # make torch's process group before vLLM does.
@@ -92,3 +93,13 @@ def start_workers(
             say(f"{name}: {group.ranks} rank(s), {group.start():.1f} s")
         say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")
         yield Workers(training=groups, pool=pool, executor=executor)
+
+
+def _close(executor: Executor, pool: RolloutPool, groups: Mapping[str, TrainGroup]) -> None:
+    """Close all workers under one deadline; those of one process one engine after the other."""
+    engines = [pool.handles, *(group.handles for group in reversed(list(groups.values())))]
+    if executor.one_process:
+        for handles in engines:
+            close_workers(handles)
+    else:
+        close_workers([handle for handles in engines for handle in handles])

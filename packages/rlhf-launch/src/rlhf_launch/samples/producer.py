@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import DeadlineExceeded, RewardError
+from rlhf_core import DeadlineExceeded, RewardError, StopRequest
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.samples.groups import GroupMaker
@@ -69,9 +69,17 @@ class Producer:
     """
 
     def __init__(
-        self, make: GroupMaker, prompts: PromptStream, ledger: Ledger, engines: Engines, config: ProducerConfig
+        self,
+        make: GroupMaker,
+        prompts: PromptStream,
+        ledger: Ledger,
+        engines: Engines,
+        config: ProducerConfig,
+        stop: StopRequest | None = None,
     ) -> None:
+        """Make groups of these prompts; `stop` may end the waits of `collect`."""
         self.ledger = ledger
+        self._stop = stop or StopRequest()
         self._make, self._prompts, self._engines, self._config = make, prompts, engines, config
         self._changed = threading.Condition()
         self._open = False
@@ -85,6 +93,7 @@ class Producer:
 
         Raises:
             DeadlineExceeded: names how many prompts were unfinished.
+            RunStopped: the run was asked to end; generation goes on until `close`.
             RewardError: a reward failed and its failure handling says to stop, or no prompt has a usable score.
             RLHFError: whatever else ended generation.
         """
@@ -92,7 +101,8 @@ class Producer:
         with self._changed:
             self._open = True
             self._fill()
-            self._changed.wait_for(lambda: self._error or self.ledger.ready, self._config.timeout_s)
+            with self._stop.interruptible():
+                self._changed.wait_for(lambda: self._error or self.ledger.ready, self._config.timeout_s)
             if self._error is not None:
                 raise self._error
             if not self.ledger.ready:
@@ -114,6 +124,11 @@ class Producer:
         generated = min(max(self._last_generated, begin), end)
         seconds = {"rollout": generated - begin, "reward": end - generated}
         return groups, CollectReport(seconds=seconds, counts=counts)
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is generated while the policy is trained."""
+        return self._config.during_training == "rest"
 
     def pause(self) -> None:
         """Let generation stand still, if it must not overlap training: the policy is about to be trained."""

@@ -10,11 +10,15 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from typing import Any, Protocol
 
 from rlhf_core import DeadlineExceeded, EngineDiedError
 
 from rlhf_launch.workers.coroutines import LoopThread
+
+CLOSE_TIMEOUT_S = 15.0
+"""Seconds that workers have to close, all of them together."""
 
 
 class Handle(Protocol):
@@ -26,8 +30,12 @@ class Handle(Protocol):
         """Start `worker.method(*args, **kwargs)`."""
         ...
 
-    def close(self) -> None:
-        """Close the worker and wait until it is gone; may be called twice."""
+    def begin_close(self) -> Future[Any]:
+        """Ask the worker to close what it holds, when it has done what it is at; may be called twice."""
+        ...
+
+    def end(self) -> None:
+        """End the worker, whatever it is doing; may be called twice."""
         ...
 
 
@@ -53,6 +61,8 @@ class LocalHandle:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """See Handle. The call raises what the constructor of the worker raised, if it did."""
+        if not self._thread.running:
+            raise EngineDiedError(f"{self.name} is closed; {method} was called")
 
         async def run() -> Any:
             worker = await asyncio.wrap_future(self._worker)
@@ -66,15 +76,33 @@ class LocalHandle:
 
         return self._thread.start(run())
 
-    def close(self) -> None:
+    def begin_close(self) -> Future[Any]:
+        """See Handle."""
+        if self._thread.running:
+            return self.call("close")
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def end(self) -> None:
         """See Handle."""
         if not self._thread.running:
             return
-        if self._worker.exception() is None:
-            self.call("close").result()
         # Whoever waits for a call that is still under way must not wait for ever: it ends with an error.
         self._closing = True
         self._thread.close()
+
+
+def close_workers(handles: Iterable[Handle], *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Close workers, all at once, and end them; those busy for longer than the deadline lose their work."""
+    handles = list(handles)
+    closing = []
+    for handle in handles:
+        with suppress(Exception):  # the worker is ended below, whatever state it is in
+            closing.append(handle.begin_close())
+    wait(closing, timeout=timeout_s)
+    for handle in handles:
+        handle.end()
 
 
 def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:

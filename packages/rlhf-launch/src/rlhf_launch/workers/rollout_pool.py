@@ -27,7 +27,7 @@ from rlhf_core import (
 from rlhf_rollout import gather_or_cancel
 
 from rlhf_launch.seeds import request_seed
-from rlhf_launch.workers.handles import Handle, call_all, gather
+from rlhf_launch.workers.handles import Handle, call_all, close_workers, gather
 from rlhf_launch.workers.load import EngineLoads
 from rlhf_launch.workers.probe import ProbeCheck
 
@@ -60,6 +60,11 @@ class RolloutPool:
         return seconds
 
     @property
+    def handles(self) -> Sequence[Handle]:
+        """The engines' workers."""
+        return tuple(self._handles)
+
+    @property
     def engines(self) -> int:
         """Number of engines."""
         return len(self._handles)
@@ -80,7 +85,7 @@ class RolloutPool:
 
     def retire(self, engine: int) -> None:
         """Close what is left of a lost engine, so that its room is free."""
-        self._handles[engine].close()
+        close_workers([self._handles[engine]])
 
     def drop(self, engine: int, reason: str) -> None:
         """Send nothing more to an engine that is gone."""
@@ -247,8 +252,7 @@ class RolloutPool:
 
     def close(self) -> None:
         """Close all engines."""
-        for handle in self._handles:
-            handle.close()
+        close_workers(self._handles)
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         what = f"{len(self.live)} rollout engine(s) to {what}"

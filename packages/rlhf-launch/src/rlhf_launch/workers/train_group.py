@@ -21,7 +21,7 @@ from rlhf_core import (
     units_together,
 )
 
-from rlhf_launch.workers.handles import Handle, call_all, gather
+from rlhf_launch.workers.handles import Handle, call_all, close_workers, gather
 from rlhf_launch.workers.probe import ProbedModel, Scores
 
 
@@ -33,6 +33,20 @@ class TrainGroup:
         self._handles = list(handles)
         self._timeout_s = timeout_s
         self._saving: Path | None = None
+
+    @property
+    def handles(self) -> Sequence[Handle]:
+        """The workers, one a rank."""
+        return tuple(self._handles)
+
+    def check_answering(self, *, timeout_s: float = 30.0) -> None:
+        """Find out whether all ranks are there and idle.
+
+        Raises:
+            DeadlineExceeded: one is still at something.
+            EngineDiedError: one is gone.
+        """
+        call_all(self._handles, "capabilities", what=f"{self.name} to answer", timeout_s=timeout_s)
 
     @property
     def ranks(self) -> int:
@@ -167,8 +181,7 @@ class TrainGroup:
 
     def close(self) -> None:
         """Close all ranks."""
-        for handle in self._handles:
-            handle.close()
+        close_workers(self._handles)
 
     def _a_unit_for_every_rank(self, batch: Batch) -> Batch:
         """Repeat a batch of fewer units than ranks, until every rank has one.
