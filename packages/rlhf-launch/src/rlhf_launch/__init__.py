@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     )
     from rlhf_launch.seeds import request_seed
     from rlhf_launch.weight_sync.replacement import RolloutReplacement
-    from rlhf_launch.weight_sync.sync import SyncReport, WeightSync
+    from rlhf_launch.weight_sync.report import SyncReport
+    from rlhf_launch.weight_sync.sync import WeightSync
     from rlhf_launch.workers.coroutines import run_coroutine
     from rlhf_launch.workers.handles import Handle, LocalHandle
     from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -103,7 +104,8 @@ _MODULES = {
     ),
     "seeds": ("request_seed",),
     "weight_sync.replacement": ("RolloutReplacement",),
-    "weight_sync.sync": ("SyncReport", "WeightSync"),
+    "weight_sync.report": ("SyncReport",),
+    "weight_sync.sync": ("WeightSync",),
     "workers.coroutines": ("run_coroutine",),
     "workers.handles": ("Handle", "LocalHandle"),
     "workers.rollout_pool": ("RolloutPool",),

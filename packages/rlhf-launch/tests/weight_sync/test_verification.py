@@ -267,6 +267,38 @@ def test_an_engine_that_is_paused_stays_paused(start, dense):
     assert len(waiting.result(PATIENCE_S).samples) == 2
 
 
+def test_a_transfer_that_fails_after_a_wrong_load_leaves_the_engine_held(start, dense):
+    """Only a load that passes its probe lets the engine go on, whatever happens in between."""
+    stack = start(dense)
+    sync = stack.sync()
+    sync.prove()
+    backend = stack.backends[0]
+    backend.fault, backend.times = spoil_a_norm, 1
+    receive, calls = backend.receive_weights, []
+
+    async def fails_the_second_time(manifest):
+        calls.append(manifest.other_way)
+        if len(calls) == 2:
+            raise WeightSyncError("a hiccup before anything was touched")
+        await receive(manifest)
+
+    backend.receive_weights = fails_the_second_time
+    held = []
+    connect = backend.connect
+
+    async def look_and_connect(link, rank):
+        if calls:
+            held.append(stack.workers[0]._fault is not None)
+        await connect(link, rank)
+
+    backend.connect = look_and_connect
+    stack.step()
+    assert sync(1).probes[0].fault is None
+    assert calls == [False, True, True]
+    assert held == [True, True]
+    assert len(stack.generate()) == 2
+
+
 def test_an_engine_that_joins_is_probed(start, dense):
     stack = start(dense, engines=2)
     sync = stack.sync()

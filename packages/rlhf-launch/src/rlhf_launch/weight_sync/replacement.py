@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from rlhf_core import EngineDiedError
 
 from rlhf_launch.placement.executor import Executor
-from rlhf_launch.weight_sync.sync import SyncReport, WeightSync
+from rlhf_launch.weight_sync.report import SyncReport
+from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.handles import gather
 from rlhf_launch.workers.rollout_pool import RolloutPool
 

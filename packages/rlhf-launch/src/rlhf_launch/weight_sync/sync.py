@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core import (
@@ -23,44 +23,15 @@ from rlhf_core import (
 )
 
 from rlhf_launch.config.weight_sync import WeightSyncSection
+from rlhf_launch.weight_sync.report import SyncReport, finding
 from rlhf_launch.weight_sync.verification import AS_LOADED, ProbeFailed, SyncVerification
 from rlhf_launch.workers.handles import gather
-from rlhf_launch.workers.probe import ProbeReport
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 
 _log = logging.getLogger(__name__)
 
 _RELEASE_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncReport:
-    """What one sync did."""
-
-    version: int
-    bytes: int
-    buckets: int
-    seconds: float
-    """Time from the first control call to the last acknowledgement, the probe included."""
-    partial: bool = False
-    """Whether only changes were sent."""
-    lost: tuple[str, ...] = ()
-    """Engines that were found dead during this sync, with the reason; the others have the weights."""
-    probes: tuple[ProbeReport, ...] = ()
-    """What each engine answered to the probe; empty if this sync was not verified."""
-    probe_seconds: float = 0.0
-    """Time for the policy's answer to the probe and the slowest engine's."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The numbers of the sync, for a log."""
-        metrics = {"weight_version": float(self.version)}
-        if self.probes:
-            metrics["sync/probe_seconds"] = self.probe_seconds
-            metrics["sync/probe_gap"] = max(report.gap.mean for report in self.probes)
-            metrics["sync/probe_gap_max"] = max(report.gap.largest for report in self.probes)
-        return metrics
 
 
 class WeightSync:
@@ -254,7 +225,7 @@ class WeightSync:
         wrong = [error for error in errors if isinstance(error, ProbeFailed)]
         failed = [error for error in errors if not isinstance(error, ProbeFailed)]
         if len(wrong) == 2:
-            raise WeightSyncError(_finding(version, wrong, self.transport)) from wrong[1]
+            raise WeightSyncError(finding(version, wrong, self.transport)) from wrong[1]
         if len(failed) == 2:
             raise WeightSyncError(
                 f"weights of version {version} could not be sent: {failed[0]}; over a new link: {failed[1]}"
@@ -341,15 +312,3 @@ class WeightSync:
             if self._opened is not None:
                 with contextlib.suppress(RLHFError):
                     release_sender(self._opened)
-
-
-def _finding(version: int, wrong: Sequence[RLHFError], transport: str) -> str:
-    """What is said when a load was wrong twice."""
-    return (
-        f"rollout engines do not compute what the policy computes, with the weights of version {version}, which "
-        f"arrived whole. First try: {wrong[0]}. Second try, all weights over a new {transport} link with checksums "
-        f"and another way of loading: {wrong[1]}. Nothing was sampled with these weights. `rlhf doctor mismatch "
-        "CONFIG` compares the two sides; try rollout.backend: transformers, other rollout.options (without "
-        "quantisation, with enforce_eager: true) or another version of the backend. If such a difference is meant "
-        "to be, raise weight_sync.probe_limit"
-    )
