@@ -69,9 +69,12 @@ def unpack_groups(packed: Mapping[str, Tensor]) -> list[ScoredGroup]:
     for group in plain:
         trajectories = tuple(
             Trajectory(
-                **{**sample, "meaning": LogProbMeaning(**sample["meaning"])},
-                **{name: next(column) for name, column in columns.items()},
-                rewards=next(rewards),
+                **{
+                    **sample,
+                    **{name: next(column) for name, column in columns.items()},
+                    "meaning": LogProbMeaning(**sample["meaning"]),
+                    "rewards": next(rewards),
+                }
             )
             for sample in group["samples"]
         )
