@@ -182,7 +182,8 @@ def test_freeze_patterns_are_read_from_a_list_or_one_string():
 
 def test_capabilities_follow_the_settings():
     plain = EngineConfig(model="m", optimizer=OptimizerConfig())
-    assert DeepSpeedEngine.capabilities(plain) == TrainCapabilities(background_save=True, memory_report=True)
+    always = TrainCapabilities(background_save=True, memory_report=True, several_ranks=True)
+    assert DeepSpeedEngine.capabilities(plain) == always
     assert DeepSpeedEngine.capabilities(replace(plain, average_decay=0.9)).average
     assert DeepSpeedEngine.capabilities(replace(plain, lora=LoraConfig())).adapter_weights
     for without in ({"lora": LoraConfig(quantize="nf4")}, {"lora": LoraConfig(), "optimizer": None}):
