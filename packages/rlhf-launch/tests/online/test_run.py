@@ -28,6 +28,11 @@ def read_rows(run):
     return [row for row in map(json.loads, path.read_text().splitlines()) if "reward" in row]
 
 
+def evaluated_steps(run):
+    rows = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in rows if "eval/held-out/reward" in row]
+
+
 def without_times(rows):
     """Without what differs from run to run: seconds, and the last bits of the generator's log-probs, which depend
     on the requests that happened to share a batch."""
@@ -141,7 +146,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pa
 
 
 def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
-    settings |= {"checkpoint": {"every": 1}, "tensorboard": False}
+    settings |= {"checkpoint": {"every": 1}, "evaluation": {"every": 3}, "tensorboard": False}
     settings["train"] = {**settings["train"], "steps": 6}
     whole = train(make_config(settings, output=str(tmp_path / "whole")))
     settings["output"] = str(tmp_path / "killed")
@@ -157,6 +162,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pat
     run.wait()
     resumed = train(make_config(settings), resume=True)
     assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
+    assert evaluated_steps(resumed) == evaluated_steps(whole) == [0, 3, 6]
     final = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "killed")]
     weights, other = (model.state_dict() for model in final)
     assert all(torch.equal(weights[name], other[name]) for name in weights)

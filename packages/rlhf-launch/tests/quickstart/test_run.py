@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from rlhf_core import ConfigError
 from rlhf_launch.quickstart import run as quickstart
 from rlhf_launch.quickstart.arithmetic import (
     character_tokenizer,
@@ -62,3 +63,10 @@ def test_a_tokenizer_of_digits_is_loaded_like_any_other(tmp_path):
     make_model(tmp_path, seed=0)
     character_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path))("12")["input_ids"] == character_tokenizer()("12")["input_ids"]
+
+
+def test_a_directory_of_others_is_not_emptied(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="no quickstart wrote"):
+        quickstart.run_quickstart(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()

@@ -37,7 +37,10 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
     except Exception as error:
         if (message := writing_problem(error, folder)) is None:
             raise
-        raise ResourceError(message) from error
+        found = ResourceError(message)
+        for note in getattr(error, "__notes__", []):
+            found.add_note(note)
+        raise found from error
 
 
 def writing_problem(error: BaseException, folder: Path) -> str | None:

@@ -14,6 +14,7 @@ from rlhf_algos import naming_full_disk
 from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_model_path, check_scores
 
 from rlhf_launch.config.generate import GenerateConfig
+from rlhf_launch.config.paths import absolute
 from rlhf_launch.generation.rows import GeneratedRows, make_row
 from rlhf_launch.placement.plans import reward_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
@@ -49,7 +50,7 @@ def generate(config: GenerateConfig, *, console: Console | None = None) -> Gener
         RewardError: the reward function failed; finished rows are in the file, the next call goes on from there.
     """
     with naming_full_disk(config.output.parent):
-        return _generate(config, console or Console(highlight=False))
+        return _generate(absolute(config), console or Console(highlight=False))
 
 
 def _generate(config: GenerateConfig, console: Console) -> GenerationReport:

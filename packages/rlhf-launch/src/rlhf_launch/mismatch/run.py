@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rlhf_algos import absolute_path
 from rlhf_core import (
     ConfigError,
     DeadlineExceeded,
@@ -22,6 +23,7 @@ from rlhf_core import (
 )
 from torch import Tensor
 
+from rlhf_launch.config.paths import absolute
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.mismatch.attribution import Diagnosis, Gap, Scored, check_tokens, diagnose, readings
@@ -63,11 +65,12 @@ def check_mismatch(
     console = console or Console(highlight=False)
     if prompts < 1:
         raise ConfigError(f"the check needs at least 1 prompt, got {prompts}")
+    config = absolute(config)
     inputs = check_inputs(config)
     inputs.reward.close()  # nothing is scored here
     if sampler_model is not None:
         check_model_path(sampler_model, what="--sampler-model")
-    sampler_model = sampler_model or config.model.path
+    sampler_model = absolute_path(sampler_model or config.model.path)
     # Tokens whose end-of-text was held back have log-probs of yet another distribution.
     sampling = replace(config.rollout.sampling, min_tokens=0)
     with _start(config, inputs, sampler_model) as (group, pool, sync):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,14 @@ from rlhf_algos import (
     CheckpointStore,
     Recipe,
     Start,
-    absolute_path,
     naming_full_disk,
     open_run_directory,
+    read_metrics,
     run_fingerprint,
-    with_absolute_paths,
 )
 from rlhf_core import RLHFError, StopRequest
-from rlhf_rollout import EngineRewardConfig
 
+from rlhf_launch.config.paths import absolute
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluation
@@ -85,7 +84,7 @@ def train(
     with naming_full_disk(config.output):
         console, stop = console or Console(highlight=False), stop or StopRequest()
         with stop.on_signals(lambda line: console.print(line, soft_wrap=True)):
-            return _train(_with_absolute_paths(config), start, on_step, console, stop)
+            return _train(absolute(config), start, on_step, console, stop)
 
 
 def _train(
@@ -110,7 +109,8 @@ def _train(
             if directory.resumed is not None:
                 restore(run, directory.resumed)
         with _saved_on_early_end(run):
-            evaluate(run)
+            if not directory.step or is_evaluation_missing(config, folder, directory.step):
+                evaluate(run)
             run_steps(run, on_step)
         run.trainer.policy.export(folder / "model")
         if config.train.average_decay is not None:
@@ -146,22 +146,20 @@ def _saved_on_early_end(run: OnlineRun) -> Iterator[None]:
         raise
 
 
+def is_evaluation_missing(config: OnlineConfig, folder: Path, step: int) -> bool:
+    """Whether the evaluation that was due after `step` steps is not among the metrics: the run ended before it."""
+    every = config.evaluation.every
+    if step < config.train.steps and not (every and step % every == 0):
+        return False
+    rows = read_metrics(folder / "metrics.jsonl")
+    return not any(row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows)
+
+
 def checkpoint_store(config: OnlineConfig, *, say: Callable[[str], None]) -> CheckpointStore:
     """The checkpoints of a run, which keep its best one if it names a metric."""
     metric = config.evaluation.best_metric
     best = "max" if metric is None or config.evaluation.better_sign(metric) > 0 else "min"
     return CheckpointStore(config.output / "checkpoints", keep=config.checkpoint.keep, best=best, say=say)
-
-
-def _with_absolute_paths(config: OnlineConfig) -> OnlineConfig:
-    """The configuration with paths that mean the same in workers, those of reward models included."""
-    reward = config.reward
-    parts = {
-        name: replace(part, path=absolute_path(part.path)) if isinstance(part, EngineRewardConfig) else part
-        for name, part in reward.parts.items()
-    }
-    model = None if reward.model is None else absolute_path(reward.model)
-    return replace(with_absolute_paths(config), reward=replace(reward, parts=parts, model=model))
 
 
 def _fingerprint(config: OnlineConfig, inputs: Inputs) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from rlhf_algos import SFTConfig, TorchEngine, load_config, sft
-from rlhf_core import Batch, EngineConfig, Loss, OptimizerConfig
+from rlhf_core import Batch, ConfigError, EngineConfig, Loss, OptimizerConfig
 
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluation
@@ -29,6 +29,7 @@ from rlhf_launch.quickstart.arithmetic import (
     write_problems,
 )
 
+CONFIG = "quickstart.yaml"
 WARM_UP_BATCH = 128
 WARM_UP_TARGET = 0.25
 WARM_UP_MAX_STEPS = 900
@@ -53,12 +54,16 @@ SETTINGS: dict[str, Any] = {
 def run_quickstart(
     folder: Path, *, seed: int = 0, overrides: Sequence[str] = (), console: Console | None = None
 ) -> dict[str, float]:
-    """Run the quickstart in `folder` (emptied first).
+    """Run the quickstart in `folder` (emptied first, if a quickstart wrote it).
 
     Returns held-out accuracy `before` and `after` GRPO, and the `seconds` that everything took.
     """
     begin = time.perf_counter()
     console = console or Console(highlight=False)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).exists():
+        raise ConfigError(
+            f"{str(folder)!r} holds files that no quickstart wrote, and would be emptied; give another --output-dir"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     problems, held_out = make_problems(digits=2, held_out=HELD_OUT, seed=seed)
@@ -95,7 +100,7 @@ def write_config(
         "output": str(folder / "run"),
         "seed": seed,
     }
-    path = folder / "quickstart.yaml"
+    path = folder / CONFIG
     settings = SETTINGS | paths
     if find_spec("ray") is None or find_spec("deepspeed") is None:
         settings["train"] = {**SETTINGS["train"], "ranks": 1}  # several ranks need both
