@@ -1,6 +1,7 @@
 """Weight sync over all engines: dead ones are left out, new ones catch up, failures are tried again in full."""
 
 import asyncio
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -162,6 +163,26 @@ def test_when_all_are_dead_the_cause_is_named(start):
         backend.fate = EngineDiedError("power cut")
     with pytest.raises(EngineDiedError, match=r"no rollout engine is left.*power cut"):
         stack.sync(1)
+
+
+def test_a_rank_of_the_policy_that_dies_is_named_at_once(start):
+    stack = start(2)
+    stack.sync(1)
+    stack.sync._timeout_s = 300.0
+    dead, waiting, sends = Future(), Future(), []
+    dead.set_exception(EngineDiedError("policy-1 died during send"))
+
+    def send(manifest):
+        sends.append(manifest)
+        return [waiting, dead]
+
+    stack.policy.send = send
+    begin = time.monotonic()
+    with pytest.raises(EngineDiedError, match="policy-1 died during send"):
+        stack.sync(2)
+    assert time.monotonic() - begin < PATIENCE_S
+    assert len(sends) == 1
+    assert stack.pool.live == [0, 1]
 
 
 @pytest.mark.stack

@@ -56,6 +56,8 @@ class WeightSync:
         self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
         self._shares_memory = True
         """False after a transfer through shared memory failed, perhaps for want of room."""
+        self._policy_lost: EngineDiedError | None = None
+        """What a rank of the policy died of."""
         self._other_way = False
         """Whether the next load is the second try of one that was found wrong."""
         self._adapters = self._options.adapters == "adapter"
@@ -83,7 +85,7 @@ class WeightSync:
         (`RolloutPool.lost`), and the others go on.
 
         Raises:
-            EngineDiedError: no engine is left.
+            EngineDiedError: no engine is left, or a rank of the policy is gone, after which nothing is tried again.
             WeightSyncError: both tries failed; the engines refuse to sample until a sync succeeds.
         """
         lost_before = set(self._pool.lost)
@@ -98,6 +100,8 @@ class WeightSync:
                 except UserError:
                     raise
                 except RLHFError as error:
+                    if self._policy_lost is not None:
+                        raise self._policy_lost from None
                     # A link is never reused after a failure: its two ends may be at different buckets.
                     self._link, self.version = None, None
                     if not self._pool.live:
@@ -294,10 +298,14 @@ class WeightSync:
     def _meet(
         self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str
     ) -> list[Any]:
-        """The results of both sides. After a failure, dead engines are looked for first: they are the cause."""
+        """The results of both sides. After a failure, the dead are looked for first: they are the cause."""
         try:
             return gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
         except RLHFError:
+            if lost := _died(sending):
+                # Its peers wait for it in vain, and so do the engines; the run ends them all.
+                self._policy_lost = lost
+                raise
             self._release(sending)
             wait(receiving, timeout=self._timeout_s)
             for engine, future in zip(engines, receiving, strict=True):
@@ -312,3 +320,9 @@ class WeightSync:
             if self._opened is not None:
                 with contextlib.suppress(RLHFError):
                     release_sender(self._opened)
+
+
+def _died(calls: Sequence[Future[Any]]) -> EngineDiedError | None:
+    """What the first worker that is gone died of; None if none is."""
+    failures = [call.exception() for call in calls if call.done()]
+    return next((error for error in failures if isinstance(error, EngineDiedError)), None)
