@@ -46,7 +46,7 @@ def _print_notes(error: BaseException) -> None:
     for note in notes:
         typer.echo(note, err=True)
     if any("--resume" in note for note in notes):
-        again = [argument for argument in sys.argv[1:] if argument != "--resume"]
+        again = [argument for argument in sys.argv[1:] if argument not in ("--resume", "--overwrite")]
         typer.echo(f"continue with: {shlex.join(['rlhf', *again, '--resume'])}", err=True)
 
 
