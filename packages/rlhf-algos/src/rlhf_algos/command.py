@@ -89,13 +89,16 @@ _register()
 
 def main() -> None:
     """Entry point. A mistake of the user's is one message and exit code 2; a failed run is exit code 1."""
-    from rlhf_core import UserError
+    from rlhf_core import RunStopped, UserError
 
     try:
         app()
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from None
+    except RunStopped as stopped:
+        typer.echo("\n".join([f"stopped: {stopped}", *stopped.__notes__]), err=True)
+        raise SystemExit(stopped.exit_code) from None
     except RLHFError as error:
         typer.echo(f"failed: {error}", err=True)
         raise SystemExit(1) from None

@@ -25,7 +25,7 @@ from rlhf_algos import (
     read_metrics,
     train,
 )
-from rlhf_core import ConfigError, DataError, LoraConfig
+from rlhf_core import ConfigError, DataError, LoraConfig, RunStopped, StopRequest
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
 
@@ -544,3 +544,55 @@ def test_two_processes_resume_bit_for_bit(make, tmp_path):
     assert len(whole) == 6
     assert [row["loss"] for row in stopped] == [row["loss"] for row in whole]
     assert same(weights(tmp_path / "whole" / "model"), weights(tmp_path / "stopped" / "model"))
+
+
+def test_a_run_that_is_asked_to_end_saves_and_equals_an_uninterrupted_one(make, tmp_path):
+    whole = train(make("dpo", train__steps=5, output=tmp_path / "whole"))
+    stop = StopRequest()
+
+    def on_event(kind, step, values):
+        if kind == "train" and step == 2:
+            stop.ask("the budget is spent")
+
+    config = make("dpo", train__steps=5, output=tmp_path / "stopped")
+    with pytest.raises(RunStopped, match="the budget is spent") as caught:
+        train(config, on_event=on_event, stop=stop)
+    assert caught.value.__notes__ == ["the newest checkpoint is that of step 2 of 5; --resume continues from it"]
+    resumed = train(config, resume=True)
+    assert resumed.steps == 5
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+SIGNALLED = """
+import os, signal, sys
+from pathlib import Path
+from rlhf_algos import OfflineConfig, load_config, train
+
+def on_event(kind, step, values):
+    if kind == "train" and step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+config = load_config(OfflineConfig, Path(sys.argv[1]))
+try:
+    train(config, on_event=on_event)
+except Exception as error:
+    (Path(sys.argv[1]).parent / f"rank-{os.environ['RANK']}.txt").write_text(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.stack
+def test_processes_stop_together_when_one_is_asked_to(make, tmp_path):
+    from rlhf_algos.config.loader import dump_config
+
+    (tmp_path / "run.yaml").write_text(dump_config(make("sft", output=tmp_path / "out")))
+    (tmp_path / "signalled.py").write_text(SIGNALLED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, str(tmp_path / "signalled.py"), str(tmp_path / "run.yaml")],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (tmp_path / "rank-0.txt").read_text() == "RunStopped: SIGTERM was received"
+    assert (tmp_path / "rank-1.txt").read_text() == "RunStopped: another process of the run was asked to end"
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000002"]

@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError, Mean, Ranks, StepReport, TrainEngine, mean_of, merge_metrics
+from rlhf_core import (
+    ConfigError,
+    Mean,
+    Ranks,
+    RunStopped,
+    StepReport,
+    StopRequest,
+    TrainEngine,
+    mean_of,
+    merge_metrics,
+)
 
 from rlhf_algos.losses.offline.responses import response_log_probs
 from rlhf_algos.metrics import MetricsWriter
@@ -41,6 +51,9 @@ from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.ranks import join_ranks, rank_of
 
 _log = logging.getLogger(__name__)
+
+_STOP = 2
+"""What ranks agree on after a step: nothing (0), a checkpoint (1), or a checkpoint and the end."""
 
 OfflineEvent = Callable[[str, int, Mapping[str, float]], None]
 """Told of progress as (`plan`, `train` or `eval`; step; numbers). `plan` comes first, with the total of steps."""
@@ -69,6 +82,7 @@ def train(
     on_event: OfflineEvent | None = None,
     engines: EngineFactory | None = None,
     say: Say = _log.warning,
+    stop: StopRequest | None = None,
 ) -> TrainResult:
     """Run the whole training that `config` describes.
 
@@ -80,19 +94,28 @@ def train(
         engines: opens the engines, any `rlhf_core.TrainEngine`; None for `TorchEngine` in this process. A teacher
             (`distill`) always runs in this process.
         say: told in words what a resumed run has otherwise than before, and what was damaged or left behind.
+        stop: by which another thread may ask the run to end in good order. Ctrl-C, SIGTERM and SIGUSR1 ask, too,
+            where the run has the main thread; a second Ctrl-C or SIGTERM ends it at once.
 
     Raises:
+        RunStopped: the run was asked to end, and did so with a checkpoint of what it had learnt.
         UserError: something in the configuration or the data; before any model is loaded.
         ResourceError: the disk is full, or the output cannot be written.
         TrainingDivergedError: too many steps in a row were not finite.
     """
     start = Start(resume=resume, overwrite=overwrite)
-    with naming_full_disk(config.output):
-        return _train(with_absolute_paths(config), start, on_event, engines, say)
+    stop = stop or StopRequest()
+    with naming_full_disk(config.output), stop.on_signals(say):
+        return _train(with_absolute_paths(config), start, on_event, engines, say, stop)
 
 
 def _train(
-    config: OfflineConfig, start: Start, on_event: OfflineEvent | None, engines: EngineFactory | None, say: Say
+    config: OfflineConfig,
+    start: Start,
+    on_event: OfflineEvent | None,
+    engines: EngineFactory | None,
+    say: Say,
+    stop: StopRequest,
 ) -> TrainResult:
     if engines is None:
         _check_one_process(config)
@@ -134,6 +157,7 @@ def _train(
             store=store,
             schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
             on_event=on_event,
+            stop=stop,
         )
         metrics = stack.enter_context(
             MetricsWriter(
@@ -191,6 +215,7 @@ class _Run:
     store: CheckpointStore
     schedule: CheckpointSchedule
     on_event: OfflineEvent | None
+    stop: StopRequest
 
     def tell(self, kind: str, values: Mapping[str, float]) -> None:
         if self.on_event is not None and rank_of(self.ranks) == 0:
@@ -219,10 +244,13 @@ def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
             values = {**values, **{f"eval/{name}": value for name, value in evaluated.items()}}
             run.tell("eval", evaluated)
         metrics.write(state.step, values)
-        # Clocks differ: the ranks save together, as soon as it is time for one of them.
-        if run.ranks.max(int(run.schedule.due(state.step))):
+        # Clocks and signals differ between ranks: they save, and stop, together, as soon as one of them is to.
+        wanted = run.ranks.max(_STOP if run.stop.reason is not None else int(run.schedule.due(state.step)))
+        if wanted:
             run.schedule.saved()
             save_checkpoint(run.store, run.engine, state, ranks=run.ranks)
+        if wanted == _STOP:
+            _stop(run, total)
     model = config.output / "model"
     _export(run, model)
     best = config.output / "best"
@@ -233,6 +261,22 @@ def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
         best=best if state.best is not None else None,
         stopped_early=state.stopped_early,
     )
+
+
+def _stop(run: _Run, total: int) -> None:
+    """End the run here, at its newest checkpoint.
+
+    Raises:
+        RunStopped: always.
+    """
+    run.stop.ask("another process of the run was asked to end")
+    try:
+        run.stop.check()
+    except RunStopped as stopped:
+        stopped.add_note(
+            f"the newest checkpoint is that of step {run.state.step} of {total}; --resume continues from it"
+        )
+        raise
 
 
 def _train_step(run: _Run) -> dict[str, float]:

@@ -12,6 +12,7 @@ from rlhf_core import (
     CapabilityError,
     ConfigError,
     EngineConfig,
+    StopRequest,
     TrainCapabilities,
     WeightSource,
 )
@@ -33,6 +34,7 @@ def train_offline(
     overwrite: bool = False,
     on_event: OfflineEvent | None = None,
     say: Callable[[str], None] = _log.warning,
+    stop: StopRequest | None = None,
 ) -> TrainResult:
     """Run an offline method on the engine, the ranks and the hosts that `train` and `placement` name.
 
@@ -42,8 +44,10 @@ def train_offline(
         overwrite: move the run in its output aside, and begin anew.
         on_event: told of progress, see `rlhf_algos.OfflineEvent`.
         say: see `rlhf_algos.train`.
+        stop: by which another thread may ask the run to end in good order, as signals do; see `rlhf_algos.train`.
 
     Raises:
+        RunStopped: the run was asked to end, and did so with a checkpoint of what it had learnt.
         UserError: something in the configuration or the data; before any model is loaded.
         RLHFError: something failed while running.
     """
@@ -55,7 +59,8 @@ def train_offline(
     if needs_ray(config) and config.placement.ray_address is not None:
         check_address(config.placement.ray_address)
     with _engines(config) as engines:
-        return train(config, resume=resume, overwrite=overwrite, on_event=on_event, engines=engines, say=say)
+        start = {"resume": resume, "overwrite": overwrite}
+        return train(config, **start, on_event=on_event, engines=engines, say=say, stop=stop)
 
 
 def needs_ray(config: OfflineConfig) -> bool:
