@@ -69,9 +69,11 @@ class ProcessHandle:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
 
-    def close(self) -> None:
+    def begin_close(self) -> Future[Any]:
+        return self.call("close")
+
+    def end(self) -> None:
         if not self._dead:
-            self.call("close").result(60)
             self.kill()
         self._process.join(60)
 

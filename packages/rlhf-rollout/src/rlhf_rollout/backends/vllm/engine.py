@@ -159,5 +159,10 @@ def shut_down_engine(engine: LLMEngine) -> None:
         core.structured_output_manager.clear_backend()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
+        if last:
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
+            # vLLM's groups within the process group fit this model alone: a dense one has none for experts.
+            destroy_model_parallel()
         gc.unfreeze()
     engine.renderer.shutdown()
