@@ -8,6 +8,8 @@ from rich.console import Console
 from rlhf_algos import OfflineConfig, from_mapping, to_plain
 from rlhf_launch import GenerateConfig, check_mismatch, generate, train, train_offline
 
+pytestmark = pytest.mark.stack
+
 QUIET = Console(quiet=True)
 
 
@@ -21,7 +23,6 @@ def in_a_cell(function, *arguments, **options):
     return asyncio.run(cell())
 
 
-@pytest.mark.stack
 def test_train_calls_back_and_says_what_it_left(settings, make_config):
     seen = []
 

@@ -36,6 +36,7 @@ def test_a_second_owner_is_refused_until_the_first_lets_go(path):
             pass
 
 
+@pytest.mark.stack
 def test_a_killed_process_leaves_a_lock_that_is_taken_over_aloud(path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
     try:

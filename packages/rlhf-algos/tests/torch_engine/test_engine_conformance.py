@@ -2,6 +2,8 @@ import pytest
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_core.testing.engine import TrainEngineConformance
 
+pytestmark = pytest.mark.stack
+
 
 class TestTorchEngine(TrainEngineConformance):
     @pytest.fixture(scope="class")

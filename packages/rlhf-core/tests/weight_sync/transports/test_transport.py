@@ -12,6 +12,8 @@ from rlhf_core import ConfigError, DeadlineExceeded, Link, WeightSyncError, join
 from rlhf_core.testing.transport import Beside, Source, TransportConformance
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.stack
+
 
 class TestLocal(TransportConformance):
     kind = "local"
@@ -77,7 +79,6 @@ def start_receiver(link, rank, die_after=0):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.stack
 @pytest.mark.parametrize("kind", ["gloo", "shm", "disk"])
 def test_between_processes_and_one_dies_amid_the_second_sync(kind, tmp_path):
     sender = open_sender(kind, receivers=2, host=f"{tmp_path}/weights" if kind == "disk" else None, timeout_s=120)

@@ -20,6 +20,8 @@ from rlhf_core.testing.rollout_sampling import SamplingChecks
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_rollout import Gateway, GatewayConfig, OpenAIBackend, TransformersBackend
 
+pytestmark = pytest.mark.stack
+
 REQUEST = GenerationRequest(
     request_id="r", prompt_token_ids=(5, 6, 7), sampling=SamplingConfig(max_tokens=4), n=2, seed=3
 )

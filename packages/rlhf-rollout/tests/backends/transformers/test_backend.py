@@ -27,6 +27,8 @@ from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, broken_sync, sync
 from rlhf_rollout import TransformersBackend
 
+pytestmark = pytest.mark.stack
+
 
 class TestConformance(RolloutBackendConformance):
     @pytest.fixture(scope="class")
@@ -194,7 +196,6 @@ for index, _ in enumerate(receiver.receive(manifest.buckets())):
 """
 
 
-@pytest.mark.stack
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
 def test_an_engine_killed_between_two_buckets_leaves_no_engine_serving_a_mixture(start, path, kind):
     backend, trainer = start(), Trainer(path)

@@ -8,6 +8,8 @@ from reward_ground import score, trajectory, values
 from rlhf_core import ConfigError, PluginError, RewardError
 from rlhf_rollout import FailureHandling, IsolatedReward, IsolatedRewardConfig, RobustReward
 
+pytestmark = pytest.mark.stack
+
 
 @pytest.fixture(scope="module")
 def pid_file(tmp_path_factory):
@@ -30,7 +32,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.stack
 def test_scores_options_and_prints(reward):
     assert values(reward, ["", "a", "bb"]) == [0.0, 2.0, 4.0]
     assert values(reward, []) == []
@@ -58,7 +59,6 @@ def test_batches_of_several_callers_wait_for_each_other(reward):
     assert [scores[0].value for scores in asyncio.run(all_of_them())] == [2.0 * i for i in range(8)]
 
 
-@pytest.mark.stack
 def test_a_hanging_function_is_killed_with_its_children_and_replaced(reward, pid_file):
     with pytest.raises(RewardError, match=r"did not return within 3 s.*'s0'"):
         score(reward, ["hang"])
@@ -69,14 +69,12 @@ def test_a_hanging_function_is_killed_with_its_children_and_replaced(reward, pid
     assert values(reward, ["fine"]) == [8.0]
 
 
-@pytest.mark.stack
 def test_a_policy_drops_just_the_sample_that_kills_the_process(reward):
     first, lost = score(RobustReward(reward, FailureHandling(attempts=1, then="drop")), ["a", "die"])
     assert (first.value, lost.sample_id) == (2.0, "s1")
     assert "lost its process (exit -9)" in lost.reason
 
 
-@pytest.mark.stack
 def test_a_function_that_is_not_there_is_a_mistake_of_the_user(child_path):
     reward = IsolatedReward(IsolatedRewardConfig(function="faulty_rewards:nothing"))
     with pytest.raises(PluginError, match="has no attribute 'nothing'"):
@@ -88,7 +86,6 @@ def test_settings_are_checked():
         IsolatedRewardConfig(function="a:b", workers=0)
 
 
-@pytest.mark.stack
 def test_a_worker_prepares_outside_the_deadline(child_path):
     config = IsolatedRewardConfig(
         function="faulty_rewards:prepared", prepare="faulty_rewards:prepare", timeout_s=2.0
@@ -107,7 +104,6 @@ def test_a_worker_prepares_outside_the_deadline(child_path):
     broken.close()
 
 
-@pytest.mark.stack
 def test_closing_ends_a_batch_that_hangs_at_once(child_path, tmp_path):
     options = {"pid_file": str(tmp_path / "pid")}
     made = IsolatedReward(IsolatedRewardConfig(function="faulty_rewards:faulty", options=options, timeout_s=600.0))
