@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core import ConfigError, SamplingConfig, check_model_path
+from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_transport
 
 from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut
@@ -37,6 +37,8 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     """
     backends = resolve_backends(config)
     check_engines(config, backends)
+    if config.weight_sync.transport is not None:
+        check_transport(config.weight_sync.transport)
     for key, path in {
         "model.path": config.model.path,
         "model.reference": config.model.reference,

@@ -208,7 +208,16 @@ def closed_on_error(sender: Sender) -> Iterator[None]:
 def _transport(kind: str) -> Transport:
     if kind in _BUILT_IN:
         return load_object(_BUILT_IN[kind], what=f"weight transport {kind}")
-    if ":" in kind or kind in plugin_names(WEIGHT_TRANSPORTS):
-        return load_plugin(WEIGHT_TRANSPORTS, kind)
+    check_transport(kind)
+    return load_plugin(WEIGHT_TRANSPORTS, kind)
+
+
+def check_transport(kind: str) -> None:
+    """Refuse a kind of link that there is not; nothing is imported.
+
+    Raises:
+        ConfigError: names those that there are.
+    """
     known = sorted({*_BUILT_IN, *plugin_names(WEIGHT_TRANSPORTS)})
-    raise ConfigError(f"no weight transport {kind!r}; choose one of {', '.join(known)}")
+    if ":" not in kind and kind not in known:
+        raise ConfigError(f"no weight transport {kind!r}; choose one of {', '.join(known)}")
