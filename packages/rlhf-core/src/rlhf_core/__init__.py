@@ -76,7 +76,7 @@ from rlhf_core.model.attention.packed import is_packing
 from rlhf_core.model.forward import model_outputs, top_k_log_probs
 from rlhf_core.model.heads import Heads, OwnHead, backbone
 from rlhf_core.model.linear_head import LinearHead
-from rlhf_core.model.loading import check_model_path, load_role, zero_linear_head
+from rlhf_core.model.loading import check_model_path, load_role, model_loading, zero_linear_head
 from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from rlhf_core.model.packing import Layout, Segment
 from rlhf_core.model.trial import Trial, try_model
@@ -290,6 +290,7 @@ __all__ = [
     "mean_of",
     "merge_metrics",
     "merged_weight",
+    "model_loading",
     "model_outputs",
     "name_without_adapters",
     "naming_damage",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
 from rlhf_core.damage import naming_damage
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import EngineConfig
+
+model_loading = threading.RLock()
+"""Held while a model is loaded. Transformers then switches state of the whole process (default device and dtype),
+so whoever shares a process loads one after the other."""
 
 
 def check_model_path(model: str, *, what: str = "model") -> None:

@@ -1,18 +1,13 @@
-"""The process and the host of a worker: its address, its seeds, the loading of models."""
+"""The process and the host of a worker: its address, its seeds."""
 
 from __future__ import annotations
 
 import os
 import random
 import socket
-import threading
 
 import numpy
 import torch
-
-loading = threading.Lock()
-"""Held while a model is loaded. Transformers then switches state of the whole process (default device and dtype),
-so workers that share a process load one after the other."""
 
 
 def host_address() -> str:

@@ -20,11 +20,11 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
     load_plugin,
+    model_loading,
     shared_memory_id,
 )
 
 from rlhf_launch.workers.probe import LoadReport, ProbeCheck, ProbeReport, Scores
-from rlhf_launch.workers.process import loading
 
 
 class RolloutWorker:
@@ -51,7 +51,7 @@ class RolloutWorker:
         """The backend, built when it is first needed."""
         backend = self._built
         if backend is None:
-            with loading:
+            with model_loading:
                 backend = self._built = load_plugin(ROLLOUT_BACKENDS, self._backend_name)(self._config)
         return backend
 

@@ -32,13 +32,14 @@ from rlhf_core import (
     WeightManifest,
     WeightSource,
     load_plugin,
+    model_loading,
     open_sender,
     send_weights,
     shared_memory_id,
 )
 
 from rlhf_launch.workers.probe import ProbedModel, describe_model
-from rlhf_launch.workers.process import host_address, loading, seed_everything
+from rlhf_launch.workers.process import host_address, seed_everything
 
 
 class TrainWorker:
@@ -81,7 +82,7 @@ class TrainWorker:
                 TORCHELASTIC_USE_AGENT_STORE="True",
             )
         seed_everything(self._config.seed)
-        with loading:
+        with model_loading:
             self._engine = load_plugin(TRAIN_ENGINES, self._engine_name)(self._config)
         return time.perf_counter() - begin
 

@@ -6,7 +6,6 @@ One thread owns the model (`loop`); `decoder` grows a batch with cached states, 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from rlhf_core import (
     checkpoint_views,
     copy_into,
     join_link,
+    model_loading,
     receive_weights,
 )
 
@@ -36,9 +36,6 @@ from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
 from rlhf_rollout.backends.transformers.loop import DecodingLoop
 from rlhf_rollout.backends.transformers.token_sampling import score_rows
 from rlhf_rollout.backends.transformers.trial import try_decoding
-
-_loading = threading.Lock()
-"""Held while a model is loaded: Transformers then switches the default device and dtype of the whole process."""
 
 
 class TransformersBackend:
@@ -64,7 +61,7 @@ class TransformersBackend:
                 "rollout: the transformers backend runs on one device, got "
                 f"tensor_parallel_size={config.tensor_parallel_size}; use the vllm backend or set it to 1"
             )
-        with _loading:
+        with model_loading:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
             )
@@ -227,7 +224,7 @@ def _loaded_anew(model: Any, manifest: WeightManifest, receiver: Receiver) -> An
     """Another model of the same kind, which Transformers loads from all weights as it loads a checkpoint."""
     weights: dict[str, torch.Tensor] = {}
     receive_weights(manifest, receiver, lambda pairs: weights.update((name, t.clone()) for name, t in pairs))
-    with _loading:
+    with model_loading:
         new = type(model).from_pretrained(
             None,
             config=model.config,

@@ -10,6 +10,7 @@ from rlhf_core import ConfigError, GenerationRequest, SamplingConfig
 from torch import Tensor
 
 from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
+from rlhf_rollout.backends.transformers.token_sampling import score_rows
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,6 @@ def _sampled(model: Any) -> list[Draw]:
     return draws
 
 
-@torch.inference_mode()
 def _differences(model: Any, draw: Draw) -> Tensor:
-    ids = torch.tensor([draw.sequence], device=model.device)
-    tokens = torch.tensor(draw.tokens, device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, -1 - len(tokens) : -1]
-    own = logits.float().log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).cpu()
-    return (torch.tensor(draw.log_probs) - own).abs()
+    (own,) = score_rows(model, [draw.sequence])
+    return (torch.tensor(draw.log_probs) - torch.tensor(own[-len(draw.tokens) :])).abs()
