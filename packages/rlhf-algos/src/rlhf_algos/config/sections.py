@@ -266,14 +266,18 @@ class PlacementSection:
     """CPU cores reserved per worker. Workers mostly take turns, so a share of a core is enough on a CPU box."""
     gpus_per_worker: float = 1.0
     """GPUs reserved per worker (on cuda)."""
-    max_restarts: int = 3
-    """Rollout engines that are replaced in a run after they died."""
+    restarts: int = 0
+    """How often a run begins again from its newest checkpoint, within the same command, after it lost a training
+    rank or Ray's head, or a wait saw no progress."""
+    engine_restarts: int = 3
+    """Rollout engines that are replaced in a run after they died; those that cannot start count, too."""
     timeout_s: float = 1800.0
     """Deadline of every wait on workers, in seconds."""
 
     def __post_init__(self) -> None:
-        if self.cpus_per_worker < 0 or self.max_restarts < 0:
-            raise ConfigError("placement: cpus_per_worker and max_restarts must not be negative")
+        for name in ("cpus_per_worker", "restarts", "engine_restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"placement.{name} must not be negative, got {getattr(self, name)}")
         if self.gpus_per_worker <= 0:
             raise ConfigError(
                 f"placement.gpus_per_worker must be positive, got {self.gpus_per_worker}; say device=cpu to leave "

@@ -194,6 +194,7 @@ def _check_one_process(config: OfflineConfig) -> None:
         f"train.ranks={train.ranks}": train.ranks > 1,
         f"train.engine={train.engine}": train.engine not in ("auto", "torch"),
         "placement.executor=ray": placement.executor == "ray",
+        f"placement.restarts={placement.restarts}": placement.restarts > 0,
         f"placement.ray_address={placement.ray_address}": placement.ray_address is not None,
     }
     if found := [key for key, there in asked.items() if there]:

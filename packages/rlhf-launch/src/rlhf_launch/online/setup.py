@@ -62,7 +62,7 @@ def open_run(
         reporter.say(f"  {sync.prove()}")
         reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer)
         stack.callback(close)
-        limit = config.placement.max_restarts
+        limit = config.placement.engine_restarts
         replacement = RolloutReplacement(workers.executor, pool, sync, limit=limit, timeout_s=timeout_s)
         pool.replace_with(replacement)
         stack.callback(replacement.stop)

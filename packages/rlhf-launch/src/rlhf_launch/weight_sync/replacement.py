@@ -91,7 +91,7 @@ class RolloutReplacement:
         if self._left == 0:
             if not self._pool.live:
                 raise EngineDiedError(
-                    f"no rollout engine is left after {self._limit} replacements (placement.max_restarts); the "
+                    f"no rollout engine is left after {self._limit} replacements (placement.engine_restarts); the "
                     f"last was lost because: {reason}"
                 )
             return False
