@@ -1,6 +1,6 @@
 import json
 
-from rlhf_algos.metrics import MetricsWriter, read_metrics
+from rlhf_algos.metrics import MetricsWriter, StepFile, read_metrics
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_written(tmp_path):
@@ -32,3 +32,17 @@ def test_tensorboard_files_appear(tmp_path):
     with MetricsWriter(tmp_path) as metrics:
         metrics.write(1, {"loss": 1.0})
     assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_rows_of_any_shape_are_cut_at_the_resumed_step(tmp_path):
+    path = tmp_path / "run" / "samples.jsonl"
+    with StepFile(path) as rows:
+        for step in (1, 1, 2, 3):
+            rows.write(step, {"prompts": [{"position": step, "lengths": [1, 2]}]})
+    before = path.read_text().splitlines(keepends=True)
+    with path.open("a") as file:
+        file.write('{"step": 3, "prompts": []}')  # whole, but for the end of its line
+    with StepFile(path, resume_step=2):
+        assert path.read_text().splitlines(keepends=True) == before[:3]
+    with StepFile(path):
+        assert path.read_text() == ""

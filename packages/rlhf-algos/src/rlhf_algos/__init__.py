@@ -186,7 +186,7 @@ from rlhf_algos.losses.online.terms import (
 )
 from rlhf_algos.losses.online.trust_region import BinaryDivergence, DPPOConfig, dppo
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
-from rlhf_algos.metrics import MetricsWriter, read_metrics
+from rlhf_algos.metrics import MetricsWriter, StepFile, read_metrics
 from rlhf_algos.off_policy import (
     CorrectionMode,
     OffPolicyCorrection,
@@ -337,6 +337,7 @@ __all__ = [
     "SimPOConfig",
     "Start",
     "Statistic",
+    "StepFile",
     "Supervision",
     "TPOConfig",
     "TokenRow",

@@ -43,7 +43,7 @@ class Run:
         producer = types.SimpleNamespace(
             rests=True,
             state=lambda: ({"ledger": {}}, []),
-            collect=lambda: ([], types.SimpleNamespace(seconds={}, counts={})),
+            collect=lambda: ([], types.SimpleNamespace(seconds={}, counts={}, prompts=[])),
             pause=lambda: None,
             resume=lambda version: None,
         )

@@ -1,6 +1,7 @@
 """The stream of groups, with a generator whose tokens and scores are known: nothing lost, nothing twice."""
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ from rlhf_launch.samples.producer import Producer, ProducerConfig
 from rlhf_launch.samples.prompts import Prompt, PromptStream
 from rlhf_launch.samples.reward import Rewarder
 from rlhf_launch.samples.sampling import response_sampler
+from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
 
@@ -82,9 +84,11 @@ class Run:
             ProducerConfig(samples=4, during_training=during, filter_flat=filter_flat, timeout_s=20),
         )
         self.version = 0
+        self.account = []
 
     def step(self):
         groups, self.report = self.producer.collect()
+        self.account += self.report.prompts
         self.producer.pause()
         self.version += 1
         for engine in self.engines:
@@ -288,6 +292,52 @@ def test_prompts_in_flight_are_generated_again_after_resume(start):
     assert used[:6] == [0, 1, 2, 3, 4, 5]  # the long ones too: no bias to short answers
     seeds = {r.request_id: r.seed for r in run.requests}
     assert all(seeds[r.request_id] == r.seed for r in again.requests if r.request_id in seeds)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    bound=st.integers(0, 2),
+    during=st.sampled_from(["pause", "run"]),
+    interrupted=st.integers(0, 4),
+)
+def test_every_prompt_is_in_the_account_once_whatever_is_interrupted(seed, bound, during, interrupted):
+    length = [random.Random(seed + n).choice((1, 3, 30)) for n in range(1000)]
+    limits = {"max_staleness": bound, "per_step": 3, "steps": 5, "max_misses": 50, "filter_flat": True}
+    limits["during"] = during if bound else "rest"
+
+    def begin():
+        return Run(script=of_length(lambda n: length[n]), reward=ByPrompt(bad=range(6, 1000, 7)), **limits)
+
+    run, account, used = begin(), [], []
+    try:
+        for step in range(5):
+            if step == interrupted:
+                account, reported = run.account, run.producer.state()
+                state, groups = json.loads(json.dumps(reported[0])), unpack_groups(pack_groups(reported[1]))
+                run.close()
+                run = begin()
+                run.account, run.version = account, step
+                for engine in run.engines:
+                    engine.set_version(step)
+                run.producer.restore(state, groups, step=step)
+            used += numbers(run.step())
+            newest = {entry["position"]: entry for entry in run.report.prompts}
+            assert [run.report.counts[f"prompts/{what}"] for what in ("used", "filtered", "dropped")] == [
+                sum(entry["outcome"] == what for entry in newest.values())
+                for what in ("used", "filtered", "dropped")
+            ]
+        positions = [entry["position"] for entry in run.account]
+        assert sorted(positions) == list(range(run.prompts.position))
+        assert not run.ledger.in_flight
+        outcome = {entry["position"]: entry["outcome"] for entry in run.account}
+        assert sorted(used) == [position for position in sorted(outcome) if outcome[position] == "used"]
+        assert len(used) == 15
+        for entry in run.account:
+            assert (entry["outcome"] == "dropped") == (entry["position"] % 7 == 6) == ("reason" in entry)
+            assert entry["outcome"] == "dropped" or entry["lengths"] == [length[entry["position"]]] * 4
+    finally:
+        run.close()
 
 
 def test_restoring_gives_up_what_runs(start):

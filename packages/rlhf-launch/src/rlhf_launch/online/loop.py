@@ -87,15 +87,15 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
             try:
                 with clock("sync"):
                     sync = run.replacement.sync(step + 1)
+                run.producer.resume(step + 1)
             except RLHFError:
-                run.reporter.step(step + 1, metrics)  # the step counts, and may be saved
+                run.reporter.step(step + 1, metrics, waited.prompts)  # the step counts, and may be saved
                 raise
-            run.producer.resume(step + 1)
         metrics |= clock.metrics(batch, overlapping=run.schedule.overlapping)
         metrics["idle_seconds/trainer"] = sum(waited.seconds.values())
         metrics["idle_seconds/engines"] = run.pool.take_idle_seconds()
         metrics |= sync.metrics
-        run.reporter.step(step + 1, metrics)
+        run.reporter.step(step + 1, metrics, waited.prompts)
         for remark in remarks.new(metrics, passes=run.prompts.passes):
             run.reporter.say(remark)
         check_best_metric(run.schedule.best_metric, run.reporter.latest)
@@ -127,7 +127,7 @@ def finish_step(run: OnlineRun, *, last: bool) -> None:
     saved = last or run.state.schedule.due(step)
     if saved:
         with run.replacement.suspended():
-            run.state.save()
+            _save(run)
     try:
         if last or _due(step, schedule.evaluate_every):
             evaluate(run)
@@ -138,7 +138,7 @@ def finish_step(run: OnlineRun, *, last: bool) -> None:
     score = _best_score(run)
     with run.replacement.suspended():
         if _worth_keeping(run, score, saved=saved):
-            run.state.save()
+            _save(run)
         run.state.rate(score)
         run.state.publish(wait=last)
 
@@ -170,13 +170,19 @@ def save_early_end(run: OnlineRun) -> None:
     for engine in run.trainer.trained:
         engine.check_answering()
     with run.replacement.suspended():
-        state.save()
+        _save(run)
         state.publish(wait=True)
 
 
 def restore(run: OnlineRun, checkpoint: Checkpoint) -> None:
     """Continue from a checkpoint: engines, ledger, controllers, and the weights of the rollout engines."""
     run.sync(run.state.restore(checkpoint))
+
+
+def _save(run: OnlineRun) -> None:
+    """Begin a checkpoint; the rows of its steps are on the disk before it."""
+    run.reporter.flush_to_disk()
+    run.state.save()
 
 
 def _best_score(run: OnlineRun) -> float | None:

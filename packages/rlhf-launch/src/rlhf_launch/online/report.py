@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rlhf_algos import MetricsWriter
+from rlhf_algos import MetricsWriter, StepFile
 
 from rlhf_launch.online.evaluation import Evaluation
 
@@ -37,7 +38,9 @@ class Reporter:
         self.latest: dict[str, float] = {}
         """The newest value of every metric."""
         self._measured_at: dict[str, int] = {}
-        self._writer = MetricsWriter(directory, resume_step=start if start else None, tensorboard=tensorboard)
+        resume_step = start if start else None
+        self._writer = MetricsWriter(directory, resume_step=resume_step, tensorboard=tensorboard)
+        self._samples = StepFile(directory / "samples.jsonl", resume_step=resume_step)
         self._pending: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("[bold]step"),
@@ -51,8 +54,12 @@ class Reporter:
         self._task = self._progress.add_task("step", total=steps, completed=start, shown="")
         self._every = max(1, steps // 10)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one finished step."""
+    def step(
+        self, step: int, metrics: Mapping[str, float], prompts: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Record one finished step, and what became of the prompts that it settled (see `PromptAccount`)."""
+        if prompts is not None:
+            self._samples.write(step, {"prompts": prompts})
         self._record(step, metrics)
         for name, value in metrics.items():
             if name.startswith("seconds/"):
@@ -82,6 +89,11 @@ class Reporter:
         self.latest |= metrics
         self._measured_at |= dict.fromkeys(metrics, step)
 
+    def flush_to_disk(self) -> None:
+        """Bring what was recorded to the disk itself; a checkpoint must not outlive the rows of its steps."""
+        self._samples.flush_to_disk()
+        self._writer.flush_to_disk()
+
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         self.console.print(text, soft_wrap=True)
@@ -95,6 +107,7 @@ class Reporter:
     ) -> None:
         self._progress.stop()
         self._writer.close()
+        self._samples.close()
 
 
 def plot_run(metrics_path: Path, image_path: Path) -> None:

@@ -156,7 +156,7 @@ class Ledger:
         Samples of prompts in flight are not kept, nor those that no file can hold (images, dates): all of these are
         generated again.
         """
-        again = self.in_flight
+        again, counts = self.in_flight, dict(self.counts)
         finished, groups = [], []
         for position, group in self._finished.items():
             if can_be_saved(group):
@@ -164,11 +164,12 @@ class Ledger:
                 groups.append(group)
             else:
                 again.append(position)
+                counts["dropped_samples"] -= len(group.dropped)  # to be counted when they are there again
         plain = {
             "in_flight": again,
             "finished": finished,
             "dropped": [list(entry) for entry in self.dropped],
-            "counts": dict(self.counts),
+            "counts": counts,
         }
         return plain, groups
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from rlhf_core import DeadlineExceeded, RewardError, StopRequest
 from rlhf_rollout import ScoredGroup
 
+from rlhf_launch.samples.account import PromptAccount
 from rlhf_launch.samples.groups import GroupMaker
 from rlhf_launch.samples.ledger import Ledger
 from rlhf_launch.samples.prompts import Prompt, PromptStream
@@ -59,6 +60,8 @@ class CollectReport:
     """How long the step had to wait: `rollout` until the last sample was generated, `reward` beyond that."""
     counts: Mapping[str, float]
     """The ledger: prompts started, used, filtered and dropped since the last step; in flight and waiting now."""
+    prompts: Sequence[Mapping[str, Any]]
+    """What became of each prompt that was settled since the last step; see `PromptAccount`."""
 
 
 class Producer:
@@ -86,6 +89,7 @@ class Producer:
         self._error: BaseException | None = None
         self._last_generated = 0.0
         self._reported: Counter[str] = Counter()
+        self._account = PromptAccount(prompts)
         self._thread = LoopThread("rollouts")
 
     def collect(self) -> tuple[list[ScoredGroup], CollectReport]:
@@ -113,7 +117,7 @@ class Producer:
                 )
             self._open = self._config.during_training == "run"
             groups = self.ledger.take()
-            counts = self._new_counts()
+            counts, settled = self._new_counts(), self._account.settle(groups)
             self._fill()
         if not groups:
             raise RewardError(
@@ -123,7 +127,7 @@ class Producer:
         end = time.perf_counter()
         generated = min(max(self._last_generated, begin), end)
         seconds = {"rollout": generated - begin, "reward": end - generated}
-        return groups, CollectReport(seconds=seconds, counts=counts)
+        return groups, CollectReport(seconds=seconds, counts=counts, prompts=settled)
 
     @property
     def rests(self) -> bool:
@@ -148,7 +152,13 @@ class Producer:
         """The state that a checkpoint holds: position and accounts, and the groups that wait."""
         with self._changed:
             accounts, groups = self.ledger.state()
-            return {"prompt_position": self._prompts.position, "ledger": accounts}, groups
+            plain = {
+                "prompt_position": self._prompts.position,
+                "ledger": accounts,
+                "reported": dict(self._reported),
+                "unused": self._account.state(),
+            }
+            return plain, groups
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
         """Continue from a saved state, before `step`, with the engines at that version; what runs is given up."""
@@ -158,7 +168,8 @@ class Producer:
         with self._changed:
             self._prompts.position = state["prompt_position"]
             self.ledger.restore(state["ledger"], groups, step=step)
-            self._reported = Counter(self.ledger.counts)
+            self._reported = Counter(state["reported"])
+            self._account.restore(state["unused"])
             self._error = None
 
     def close(self) -> None:
@@ -221,8 +232,10 @@ class Producer:
             reason = group.dropped[0].reason
             _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)
             ledger.drop(position, reason)
+            self._account.note(position, group, "dropped")
         elif self._config.filter_flat and not group.scores_differ:
             ledger.filter(position, group)
+            self._account.note(position, group, "filtered")
         else:
             ledger.finish(position, group)
         self._fill()

@@ -266,7 +266,8 @@ class PromptStream:
         self._mixture = mixture
         self._shuffle = shuffle
         self.position = position
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._orders: dict[int, list[int]] = {}
+        """Of the two passes that were asked for last: the prompts of a step may be of two."""
 
     @property
     def passes(self) -> float:
@@ -282,12 +283,17 @@ class PromptStream:
     def at(self, position: int) -> Any:
         """The prompt at a position, taken or not."""
         epoch, index = divmod(position, len(self._prompts))
-        if self._order[0] != epoch:
-            order = list(range(len(self._prompts)))
-            if self._shuffle and self._mixture is not None:
-                sizes, weights = self._mixture
-                order = epoch_order(sizes, weights, seed=self._seed, epoch=epoch)
-            elif self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._prompts[self._order[1][index]]
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = self._ordered(epoch)
+        return self._prompts[self._orders[epoch][index]]
+
+    def _ordered(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle and self._mixture is not None:
+            sizes, weights = self._mixture
+            return epoch_order(sizes, weights, seed=self._seed, epoch=epoch)
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
