@@ -214,10 +214,16 @@ from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
-from rlhf_algos.run_directory.directory import RunDirectory, Start, open_run_directory
+from rlhf_algos.run_directory.directory import RunDirectory, Start, installed_versions, open_run_directory
 from rlhf_algos.run_directory.fingerprint import run_fingerprint
 from rlhf_algos.run_directory.lock import DirectoryLock
-from rlhf_algos.run_directory.manifest import check_seen_here, files_below
+from rlhf_algos.run_directory.manifest import (
+    check_seen_here,
+    files_below,
+    flush_folder,
+    manifest_problem,
+    write_manifest,
+)
 from rlhf_algos.run_directory.paths import absolute_path, with_absolute_paths
 from rlhf_algos.run_directory.schedule import CheckpointSchedule
 from rlhf_algos.run_directory.writing import naming_full_disk
@@ -391,6 +397,7 @@ __all__ = [
     "files_below",
     "find_method",
     "finish_policy_loss",
+    "flush_folder",
     "from_mapping",
     "full_kl",
     "gae",
@@ -403,6 +410,7 @@ __all__ = [
     "grpo_advantages",
     "gspo",
     "in_our_form",
+    "installed_versions",
     "json_schema",
     "kl_baseline",
     "kl_cov",
@@ -416,6 +424,7 @@ __all__ = [
     "make_advantage",
     "make_policy_loss",
     "make_recipe",
+    "manifest_problem",
     "max_rl_advantages",
     "mismatch_log_ratio",
     "mismatch_metrics",
@@ -489,4 +498,5 @@ __all__ = [
     "with_likelihood",
     "with_sft_divisor",
     "with_system_prompt",
+    "write_manifest",
 ]

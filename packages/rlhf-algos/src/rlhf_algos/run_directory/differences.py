@@ -11,7 +11,7 @@ Effect = Literal["none", "rounding", "course"]
 """What a changed setting does to a run: nothing to what is trained; other last bits; another course."""
 
 _NONE = (
-    *("output", "tensorboard", "evaluation.**", "checkpoint.**", "placement.**", "reference_cache"),
+    *("output", "tensorboard", "evaluation.**", "checkpoint.**", "bundles.**", "placement.**", "reference_cache"),
     *("train.max_skipped_steps", "model.trust_remote_code", "rollout.overlap.max_in_flight"),
     *("reward.**.url", "reward.**.urls.**", "reward.**.timeout_s", "reward.**.workers", "reward.**.ranks"),
     *("reward.on_failure.**", "reward.**.on_failure.**", "train.steps", "train.epochs"),

@@ -127,7 +127,7 @@ def open_run_directory(
     now = {
         "settings": json.loads(json.dumps(to_plain(config))),
         "fingerprint": json.loads(json.dumps(fingerprint)),
-        "versions": _versions(),
+        "versions": installed_versions(),
     }
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(DirectoryLock(folder / LOCK, say=say))
@@ -211,7 +211,8 @@ def _aside(folder: Path) -> Path:
     return target
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Versions of our packages and of those that numbers depend on, where they are installed."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

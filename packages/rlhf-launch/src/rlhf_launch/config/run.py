@@ -25,6 +25,7 @@ from rlhf_algos import (
 )
 from rlhf_core import ConfigError
 
+from rlhf_launch.config.bundles import BundleSection
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
@@ -176,6 +177,7 @@ class OnlineConfig:
     train: OnlineTrainSection = field(default_factory=OnlineTrainSection)
     evaluation: OnlineEvaluationSection = field(default_factory=OnlineEvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    bundles: BundleSection = field(default_factory=BundleSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     output: Path = Path("runs/rlhf")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rlhf_algos import Checkpoint
 from rlhf_core import ConfigError, RLHFError, StopRequest, did_you_mean
 
+from rlhf_launch.bundles.keep import BundleKeeper, kept_step
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.remarks import Remarks
@@ -61,6 +62,8 @@ class OnlineRun:
     """The stream that the producer draws from."""
     make_groups: MakeGroups
     """Gives what makes scored groups beside the training stream, with other settings of sampling."""
+    bundles: BundleKeeper | None = None
+    """Keeps steps for replays."""
 
 
 def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
@@ -80,8 +83,8 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
                 run.replacement()
         with run.replacement.suspended():
             run.producer.pause()
-            with run.state.changing():
-                batch, metrics = run.trainer.step(groups, step, clock)
+            with kept_step(run.bundles, step + 1, groups) as trace, run.state.changing():
+                batch, metrics = run.trainer.step(groups, step, clock, trace)
                 run.state.step = step + 1
             metrics |= waited.counts
             try:

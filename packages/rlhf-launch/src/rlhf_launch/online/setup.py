@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_algos import CheckpointSchedule, CheckpointStore
 from rlhf_core import ConfigError, SamplingConfig, StopRequest
 
+from rlhf_launch.bundles.keep import BundleKeeper
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.loop import OnlineRun, Schedule
@@ -19,6 +20,7 @@ from rlhf_launch.online.report import Reporter
 from rlhf_launch.online.state import RunState
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.placement.plans import reward_plans, roles_of, rollout_plans, training_plans
+from rlhf_launch.placement.resolve import resolved
 from rlhf_launch.placement.start import Workers, executor_of, start_workers
 from rlhf_launch.samples.groups import GroupMaker, MakeGroups
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
@@ -74,6 +76,14 @@ def open_run(
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
         trainer = open_trainer(config, workers)
+        state = RunState(
+            store,
+            trainer.trained,
+            producer,
+            trainer.kl,
+            schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
+            background=config.checkpoint.in_background,
+        )
         yield OnlineRun(
             schedule=schedule_of(config),
             trainer=trainer,
@@ -84,16 +94,16 @@ def open_run(
             evaluator=Evaluator(inputs.held_out, make_groups, timeout_s=timeout_s),
             reporter=reporter,
             stop=stop,
-            state=RunState(
-                store,
-                trainer.trained,
-                producer,
-                trainer.kl,
-                schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
-                background=config.checkpoint.in_background,
-            ),
+            state=state,
             prompts=prompts,
             make_groups=make_groups,
+            bundles=BundleKeeper(
+                resolved(config, inputs.backends),
+                trainer.trained,
+                trainer.kl,
+                newest=lambda: state.newest,
+                say=reporter.say,
+            ),
         )
 
 

@@ -11,6 +11,7 @@ from rlhf_algos import KLController, Recipe
 from rlhf_core import Batch, Mean, StepReport
 from rlhf_rollout import ScoredGroup
 
+from rlhf_launch.bundles.trace import Order, StepTrace
 from rlhf_launch.online.metrics import PhaseClock, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import collate_groups, staleness
 from rlhf_launch.workers.train_group import TrainGroup
@@ -29,6 +30,17 @@ class UpdatePlan:
     seed: int = 0
     """Seed of the order of the samples."""
 
+    def order(self, rows: int, step: int, *, ranks: int) -> Order:
+        """The rows of each optimizer step of all passes, for the samples of the step after `step` steps."""
+        drawn: Order = []
+        for epoch in range(self.epochs):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 101 + epoch)
+            order = torch.randperm(rows, generator=generator).tolist()
+            # A step that dynamic sampling left short has fewer minibatches, so that every rank has a row in each.
+            parts = max(1, min(self.minibatches, rows // ranks))
+            drawn += [order[part::parts] for part in range(parts)]
+        return drawn
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
@@ -46,14 +58,25 @@ class Trainer:
         """The engines whose weights change."""
         return [self.policy, *([self.critic] if self.critic is not None else [])]
 
-    def step(self, groups: Sequence[ScoredGroup], step: int, clock: PhaseClock) -> tuple[Batch, dict[str, float]]:
-        """Train on the groups of a step; returns the batch with all its columns, and the step's metrics."""
+    def step(
+        self, groups: Sequence[ScoredGroup], step: int, clock: PhaseClock, trace: StepTrace | None = None
+    ) -> tuple[Batch, dict[str, float]]:
+        """Train on the groups of a step; returns the batch with all its columns, and the step's metrics.
+
+        Args:
+            groups: the samples with their scores.
+            step: completed steps.
+            clock: measures the phases.
+            trace: gets what is known as soon as it is known; if it has an order of the rows, that is followed.
+        """
+        trace = trace or StepTrace(step=step + 1, groups=groups)
         with clock("score"):
-            batch = self.score(collate_groups(groups))
-        kl_coef = self.kl.value
+            batch = trace.batch = self.score(collate_groups(groups))
+        kl_coef = trace.kl_coef = self.kl.value
         batch, prepared = self.recipe.prepare(batch, batch["scores"], batch["group_ids"], kl_coef=kl_coef)
+        trace.batch = batch
         with clock("train"):
-            reports = self.update(batch, step)
+            reports = self.update(batch, step, trace)
         self.kl.update(_kl_of(prepared), batch.rows)
         metrics = (
             sample_metrics(groups, batch)
@@ -63,6 +86,7 @@ class Trainer:
             | self.memory()
             | {"kl_coef": kl_coef}
         )
+        trace.metrics = metrics
         return batch, metrics
 
     def score(self, batch: Batch) -> Batch:
@@ -80,23 +104,19 @@ class Trainer:
             batch = batch.with_columns(values=_present(self.critic.score(batch, ("values",)).values))
         return batch
 
-    def update(self, batch: Batch, step: int) -> dict[str, list[StepReport]]:
-        """All optimizer steps of one batch of samples; reports by role."""
-        plan = self.plan
+    def update(self, batch: Batch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
+        """All optimizer steps of one batch of samples; reports by role, which the trace has as they come."""
+        trace = trace or StepTrace(step=step + 1, groups=())
         policy_loss, value_loss = self.recipe.policy_loss(self.kl.value), self.recipe.value_loss()
-        reports: dict[str, list[StepReport]] = {}
-        for epoch in range(plan.epochs):
-            generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step * 101 + epoch)
-            order = torch.randperm(batch.rows, generator=generator).tolist()
-            # A step that dynamic sampling left short has fewer minibatches, so that every rank has a row in each.
-            parts = max(1, min(plan.minibatches, batch.rows // self.policy.ranks))
-            for part in range(parts):
-                minibatch = batch.select(order[part::parts])
-                if self.critic is not None and value_loss is not None:
-                    reports.setdefault("critic", []).append(self.critic.step(minibatch, value_loss))
-                if step >= plan.critic_warmup_steps:
-                    reports.setdefault("policy", []).append(self.policy.step(minibatch, policy_loss))
-        return reports
+        if trace.order is None:
+            trace.order = self.plan.order(batch.rows, step, ranks=self.policy.ranks)
+        for rows in trace.order:
+            minibatch = batch.select(rows)
+            if self.critic is not None and value_loss is not None:
+                trace.reports.setdefault("critic", []).append(self.critic.step(minibatch, value_loss))
+            if step >= self.plan.critic_warmup_steps:
+                trace.reports.setdefault("policy", []).append(self.policy.step(minibatch, policy_loss))
+        return trace.reports
 
     def memory(self) -> dict[str, float]:
         """GiB of the rank with most, by role: what it holds, and the peak of each phase; where the engine says."""

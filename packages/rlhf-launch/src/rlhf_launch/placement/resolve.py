@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
@@ -11,6 +11,7 @@ from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, DType, PluginError, Resou
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
+from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.ray import check_address
 
 
@@ -103,6 +104,17 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
         device=device,
         dtype=dtype,
         reasons=tuple(reasons),
+    )
+
+
+def resolved(config: OnlineConfig, backends: ResolvedBackends) -> OnlineConfig:
+    """The configuration with what was found in place of every `auto`."""
+    return replace(
+        config,
+        model=replace(config.model, dtype=backends.dtype),
+        train=replace(config.train, engine=backends.engine),
+        rollout=replace(config.rollout, backend=backends.backend),
+        placement=replace(config.placement, executor=backends.executor, device=backends.device),
     )
 
 

@@ -1,0 +1,1 @@
+"""Step bundles: all that a training step worked on, kept as files."""
