@@ -225,6 +225,7 @@ from rlhf_algos.run_directory.manifest import (
     write_manifest,
 )
 from rlhf_algos.run_directory.paths import absolute_path, with_absolute_paths
+from rlhf_algos.run_directory.restarts import can_begin_again, with_restarts
 from rlhf_algos.run_directory.schedule import CheckpointSchedule
 from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.engine import TorchEngine
@@ -366,6 +367,7 @@ __all__ = [
     "best_of_group_advantages",
     "between_turns",
     "bradley_terry",
+    "can_begin_again",
     "check_aggregation",
     "check_messages",
     "check_seen_here",
@@ -496,6 +498,7 @@ __all__ = [
     "with_absolute_paths",
     "with_kl_baseline",
     "with_likelihood",
+    "with_restarts",
     "with_sft_divisor",
     "with_system_prompt",
     "write_manifest",

@@ -42,10 +42,11 @@ from rlhf_algos.offline.run_data import (
     load_data,
     own_units,
 )
-from rlhf_algos.run_directory.checkpoints import CheckpointStore
+from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore
 from rlhf_algos.run_directory.directory import Say, Start, open_run_directory
 from rlhf_algos.run_directory.fingerprint import run_fingerprint
 from rlhf_algos.run_directory.paths import with_absolute_paths
+from rlhf_algos.run_directory.restarts import with_restarts
 from rlhf_algos.run_directory.schedule import CheckpointSchedule
 from rlhf_algos.run_directory.writing import naming_full_disk
 from rlhf_algos.torch_engine.ranks import join_ranks, rank_of
@@ -131,33 +132,47 @@ def _train(
             f"{processes} "
             "processes; every one needs an example"
         )
-    total = _total_steps(config, len(data.train))
     store = CheckpointStore(config.output / "checkpoints", keep=config.checkpoint.keep, say=say)
     with ExitStack() as stack:
-        resumed = -1
+        resumed = None
         if rank_of(ranks) == 0:
             fingerprint = _fingerprint(config, data, processes)
             directory = stack.enter_context(open_run_directory(config, fingerprint, store, start, say=say))
-            resumed = -1 if directory.resumed is None else directory.step
-        resumed = ranks.max(resumed)  # the first rank knows
+            resumed = directory.resumed
+
+        def attempt(begin: Checkpoint | None) -> TrainResult:
+            step = ranks.max(-1 if begin is None else begin.step)  # the first rank knows
+            return _attempt(parts, None if step < 0 else step)
+
+        parts = _Parts(
+            config=config, data=data, engines=engines, ranks=ranks, store=store, on_event=on_event, stop=stop
+        )
+        return with_restarts(attempt, resumed, store, limit=config.placement.restarts, stop=stop, say=say)
+
+
+def _attempt(parts: _Parts, resumed: int | None) -> TrainResult:
+    """The run on engines of its own, from a checkpoint's step or from the start, to its end."""
+    config, data, ranks, engines = parts.config, parts.data, parts.ranks, parts.engines
+    total = _total_steps(config, len(data.train))
+    with ExitStack() as stack:
         if config.method.needs_reference(config.loss):
             data = add_reference(data, config, ranks, engines)
         if config.method.teacher(config.loss) is not None:
             data = add_teacher(data, config, ranks)
         engine = engines.open(config.engine(total))
         stack.callback(engine.close)
-        state = OfflineState() if resumed < 0 else load_checkpoint(store, resumed, engine)
+        state = OfflineState() if resumed is None else load_checkpoint(parts.store, resumed, engine)
         run = _Run(
             config=config,
             data=data,
             engine=engine,
             ranks=ranks,
-            processes=processes,
+            processes=ranks.size * engines.ranks,
             state=state,
-            store=store,
+            store=parts.store,
             schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
-            on_event=on_event,
-            stop=stop,
+            on_event=parts.on_event,
+            stop=parts.stop,
         )
         metrics = stack.enter_context(
             MetricsWriter(
@@ -202,6 +217,19 @@ def _check_one_process(config: OfflineConfig) -> None:
             f"{', '.join(found)}: `rlhf-algos` trains in this process (or in those of torchrun) with plain torch; "
             f"run the same file as `rlhf offline {config.algorithm.name}`, which places workers"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """What stays from one attempt of a run to the next."""
+
+    config: OfflineConfig
+    data: OfflineData
+    engines: EngineFactory
+    ranks: Ranks
+    store: CheckpointStore
+    on_event: OfflineEvent | None
+    stop: StopRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

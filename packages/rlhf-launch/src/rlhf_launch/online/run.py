@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rlhf_algos import (
+    Checkpoint,
     CheckpointStore,
     Recipe,
     Start,
@@ -17,6 +18,7 @@ from rlhf_algos import (
     open_run_directory,
     read_metrics,
     run_fingerprint,
+    with_restarts,
 )
 from rlhf_core import RLHFError, StopRequest
 
@@ -47,7 +49,7 @@ class RunResult:
     evaluations: Sequence[Evaluation]
     """In the order in which they were made; the newest of each set has examples."""
     seconds: Mapping[str, float]
-    """Seconds of each phase, over all steps of this call."""
+    """Seconds of each phase, over all steps since the run was begun or resumed, or began again."""
 
 
 def train(
@@ -63,7 +65,8 @@ def train(
 
     Leaves `config.yaml`, `run.json`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/`
     (and `model-average/`, where the engine averages the weights) in the run's output directory. May be called under
-    a running event loop, as in a notebook; it blocks until the run is over.
+    a running event loop, as in a notebook; it blocks until the run is over. With `placement.restarts` the run
+    begins again from its newest checkpoint after it has lost a worker, or a wait has seen no progress.
 
     Args:
         config: the whole run.
@@ -94,29 +97,57 @@ def _train(
         console.print(line, soft_wrap=True)
 
     start.check(config.output)
-    inputs = check_inputs(config)
-    folder, store = config.output, checkpoint_store(config, say=say)
+    inputs, store = check_inputs(config), checkpoint_store(config, say=say)
     _describe(config, inputs, console)
+    checked = [inputs]
+
+    def attempt(begin: Checkpoint | None) -> RunResult:
+        # A run closes its reward; the next attempt makes it anew.
+        found = checked.pop() if checked else check_inputs(config)
+        return _attempt(config, found, store, begin, _Guests(on_step=on_step, console=console, stop=stop))
+
+    with open_run_directory(config, _fingerprint(config, inputs), store, start, say=say) as directory:
+        limit = config.placement.restarts
+        result = with_restarts(attempt, directory.resumed, store, limit=limit, stop=stop, say=say)
+    plot_run(config.output / "metrics.jsonl", config.output / "plot.png")
+    return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guests:
+    """What the caller of a run has brought."""
+
+    on_step: OnStep | None
+    console: Console
+    stop: StopRequest
+
+
+def _attempt(
+    config: OnlineConfig, inputs: Inputs, store: CheckpointStore, begin: Checkpoint | None, guests: _Guests
+) -> RunResult:
+    """The run on workers of its own, from a checkpoint or from the start, to the exported model."""
+    folder, step = config.output, 0 if begin is None else begin.step
     with ExitStack() as stack:
-        opened = open_run_directory(config, _fingerprint(config, inputs), store, start, say=say)
-        directory = stack.enter_context(opened)
-        steps = config.train.steps
-        reporter = stack.enter_context(
-            Reporter(folder, steps=steps, start=directory.step, tensorboard=config.tensorboard, console=console)
+        written = Reporter(
+            folder,
+            steps=config.train.steps,
+            start=step,
+            tensorboard=config.tensorboard,
+            console=guests.console,
         )
-        with stop.interruptible():
-            run = stack.enter_context(open_run(config, inputs, store, reporter, stop))
-            if directory.resumed is not None:
-                restore(run, directory.resumed)
+        reporter = stack.enter_context(written)
+        with guests.stop.interruptible():
+            run = stack.enter_context(open_run(config, inputs, store, reporter, guests.stop))
+            if begin is not None:
+                restore(run, begin)
         with _saved_on_early_end(run):
-            if not directory.step or is_evaluation_missing(config, folder, directory.step):
+            if not step or is_evaluation_missing(config, folder, step):
                 evaluate(run)
-            run_steps(run, on_step)
+            run_steps(run, guests.on_step)
         run.trainer.policy.export(folder / "model")
         if config.train.average_decay is not None:
             run.trainer.policy.export_average(folder / "model-average")
         inputs.tokenizer.save_pretrained(folder / "model")
-    plot_run(folder / "metrics.jsonl", folder / "plot.png")
     return RunResult(
         steps=run.state.step,
         folder=folder,

@@ -1,0 +1,34 @@
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faulty_plugins():
+    """Make the engines that break importable, here and in child processes."""
+    sys.path.insert(0, str(HERE))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), before]))
+    yield
+    sys.path.remove(str(HERE))
+    os.environ.pop("PYTHONPATH")
+    if before:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def fault(monkeypatch, tmp_path):
+    """Let one of the engines break: `fault("policy-1", "step", call=2)`; returns the flag that tells of it."""
+
+    def plan(worker, point, **details):
+        flag = tmp_path / "flag"
+        details = {"flag": str(flag), "worker": worker, "point": point, **details}
+        monkeypatch.setenv("FAULT", json.dumps(details))
+        return flag
+
+    return plan
