@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import random
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -161,7 +162,7 @@ def test_no_order_of_completion_breaks_the_bound_or_loses_a_prompt(seed, per_ste
 
 
 def resumed(ledger, limits):
-    other = Ledger(limits)
+    other = type(ledger)(limits)
     plain, groups = ledger.state()
     other.restore(json.loads(json.dumps(plain)), unpack_groups(pack_groups(groups)), step=ledger.step)
     return other
@@ -185,6 +186,96 @@ def test_a_resumed_ledger_repeats_what_was_in_flight_and_keeps_what_was_finished
     assert start_all(ledger, 4) == 6
     ledger.finish(0, group(0))
     assert positions(ledger.take()) == [0, 3]
+
+
+class BruteForce(Ledger):
+    """The rules as they are stated: everything is sorted and looked at again whenever something is asked."""
+
+    @property
+    def unfinished(self):
+        return len(self.in_flight)
+
+    def chosen(self):
+        oldest = sorted(self._finished, key=lambda position: (self._started_at[position], position))
+        return sorted(oldest[: self.limits.per_step])
+
+    @property
+    def ready(self):
+        limits, chosen = self.limits, self.chosen()
+        if len(chosen) < limits.per_step and (self.in_flight or not self._exhausted):
+            return False
+        versions = [version for position, version in self._started_at.items() if position not in chosen]
+        return all(
+            sum(version + limits.max_staleness <= self.step + later for version in versions)
+            <= limits.per_step * later
+            for later in range(limits.max_staleness + 1)
+        )
+
+    def _pop_oldest(self, count):
+        return self.chosen()
+
+
+class Twins:
+    """The ledger and the brute force, which are told the same and must say the same."""
+
+    def __init__(self, limits):
+        self.both = Ledger(limits), BruteForce(limits)
+
+    def __getattr__(self, name):
+        def told(*args, **kwargs):
+            first, second = (getattr(ledger, name)(*args, **kwargs) for ledger in self.both)
+            assert first == second
+            return first
+
+        return told
+
+    @property
+    def seen(self):
+        """Whatever can be asked, which is the same."""
+        names = ("step", "version", "in_flight", "unfinished", "waiting", "room", "ready", "counts", "dropped")
+        first, second = ({name: getattr(ledger, name) for name in names} for ledger in self.both)
+        assert first == second
+        return types.SimpleNamespace(**first)
+
+    def resume(self, limits):
+        assert self.both[0].state()[0]["in_flight"] == self.both[1].state()[0]["in_flight"]
+        self.both = tuple(resumed(ledger, limits) for ledger in self.both)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(seed=st.integers(0, 10**9), staleness=st.integers(0, 4))
+def test_every_decision_is_that_of_the_brute_force(seed, staleness):
+    chance = random.Random(seed)
+
+    def limits():
+        return LedgerLimits(
+            per_step=chance.randint(1, 4),
+            steps=9,
+            max_staleness=staleness,
+            max_in_flight=chance.choice([0, 0, 1, 2, 5]),
+            max_misses=chance.choice([0, 1, 4]),
+        )
+
+    twins, fresh = Twins(limits()), 0
+    for _ in range(chance.randint(1, 60)):
+        seen = twins.seen
+        running = [p for p in seen.in_flight if p in twins.both[0]._started_at]
+        event = chance.choice(["start", "start", "end", "end", "end", "take", "sync", "resume"])
+        if event == "start" and seen.room:
+            again = twins.again()
+            twins.start(fresh if again is None else again, repeated=again is not None)
+            fresh += again is None
+        elif event == "end" and running:
+            position = chance.choice(running)
+            outcome = chance.choices(["finish", "filter", "drop"], [6, 1, 1])[0]
+            getattr(twins, outcome)(position, "no verdict" if outcome == "drop" else group(position, 0, 1))
+        elif event == "take" and seen.ready and seen.step == seen.version:
+            twins.take()
+        elif event == "sync":
+            for ledger in twins.both:
+                ledger.version = ledger.step
+        elif event == "resume" and seen.step == seen.version and chance.random() < 0.2:
+            twins.resume(limits() if chance.random() < 0.3 else twins.both[0].limits)
 
 
 @pytest.mark.parametrize("tighter", [{"max_staleness": 0}, {"per_step": 1}])

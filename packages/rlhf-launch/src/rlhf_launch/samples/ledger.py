@@ -10,10 +10,14 @@ started at version v is due at step v + S at the latest. The bound holds always,
   due. What is due is hence waited for, and never thrown away.
 
 With S = 0 this is the ordinary alternation: B prompts are started, all are waited for, none is left.
+
+What is outstanding was started at few different versions, S + 2 at most. Hence it is counted by version, and no
+event costs more than the logarithm of the number of prompts.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +65,11 @@ class Ledger:
         self._again: deque[int] = deque()
         self._started_at: dict[int, int] = {}
         """The version that each prompt without an outcome, or with a group that waits, was started at."""
+        self._started: Counter[int] = Counter()
+        """How many of these were started at each version."""
         self._finished: dict[int, ScoredGroup] = {}
+        self._finished_of: dict[int, list[int]] = {}
+        """The positions of the finished ones by the version that they were started at, each list a heap."""
         self._misses = 0
         self._flat: list[ScoredGroup] = []
 
@@ -69,6 +77,11 @@ class Ledger:
     def in_flight(self) -> list[int]:
         """Prompts that were started and have no outcome."""
         return sorted((*(self._started_at.keys() - self._finished.keys()), *self._again))
+
+    @property
+    def unfinished(self) -> int:
+        """Number of prompts in flight."""
+        return len(self._started_at) - len(self._finished) + len(self._again)
 
     @property
     def waiting(self) -> int:
@@ -93,22 +106,25 @@ class Ledger:
     def start(self, position: int, *, repeated: bool = False) -> None:
         """Note that a prompt is on its way to the engines."""
         self._started_at[position] = self.version
+        self._started[self.version] += 1
         self.counts["dispatched"] += not repeated
 
     def finish(self, position: int, group: ScoredGroup) -> None:
         """Note that the samples of a prompt have scores."""
         self._finished[position] = group
+        heapq.heappush(self._finished_of.setdefault(self._started_at[position], []), position)
 
     def filter(self, position: int, group: ScoredGroup) -> None:
         """Note that the samples of a prompt teach nothing: their scores are equal."""
-        del self._started_at[position]
+        self._forget(position)
         self.counts["filtered"] += 1
         self._misses += 1
-        self._flat = [*self._flat, group][: self.limits.per_step]
+        if len(self._flat) < self.limits.per_step:
+            self._flat.append(group)
 
     def drop(self, position: int, reason: str) -> None:
         """Note that no sample of a prompt has a score."""
-        del self._started_at[position]
+        self._forget(position)
         self.dropped.append((position, reason))
         self.counts["dropped"] += 1
         self._misses += 1
@@ -116,26 +132,30 @@ class Ledger:
     @property
     def ready(self) -> bool:
         """Whether the step can be taken: it has all groups that it will get, those that are due among them."""
-        chosen = self._choice()
-        unfinished = len(self._started_at) > self.waiting or self._again
-        if len(chosen) < self.limits.per_step and (unfinished or not self._exhausted):
+        limits = self.limits
+        if self.waiting < limits.per_step and (self.unfinished or not self._exhausted):
             return False
-        versions = [version for position, version in self._started_at.items() if position not in chosen]
-        return all(
-            sum(version + self.limits.max_staleness <= self.step + later for version in versions)
-            <= self.limits.per_step * later
-            for later in range(self.limits.max_staleness + 1)
-        )
+        # The step takes the oldest, so of the groups started at some version or before, it takes as many as it can.
+        versions = deque(sorted(self._started))
+        started = finished = 0
+        for later in range(limits.max_staleness + 1):
+            while versions and versions[0] + limits.max_staleness <= self.step + later:
+                version = versions.popleft()
+                started += self._started[version]
+                finished += len(self._finished_of.get(version, ()))
+            if started - min(finished, limits.per_step) > limits.per_step * later:
+                return False
+        return True
 
     def take(self) -> list[ScoredGroup]:
         """Hand over the groups of the step, in the order of their prompts, and begin the next step.
 
         Filtered groups stand in if there is no other (their advantages are zero); empty if there is none at all.
         """
-        chosen = sorted(self._choice())
+        chosen = sorted(self._pop_oldest(self.limits.per_step))
         groups = [self._finished.pop(position) for position in chosen] or self._flat
         for position in chosen:
-            del self._started_at[position]
+            self._forget(position)
         self.counts["consumed"] += len(chosen)
         self._misses, self._flat = 0, []
         self.step += 1
@@ -145,10 +165,23 @@ class Ledger:
     def _exhausted(self) -> bool:
         return self._misses > (self.limits.max_misses or self.limits.per_step)
 
-    def _choice(self) -> set[int]:
-        """The oldest finished groups, which are due first."""
-        oldest = sorted(self._finished, key=lambda position: (self._started_at[position], position))
-        return set(oldest[: self.limits.per_step])
+    def _pop_oldest(self, count: int) -> list[int]:
+        """Positions of the oldest finished groups, which are due first."""
+        oldest: list[int] = []
+        for version in sorted(self._finished_of):
+            heap = self._finished_of[version]
+            while heap and len(oldest) < count:
+                oldest.append(heapq.heappop(heap))
+            if not heap:
+                del self._finished_of[version]
+        return oldest
+
+    def _forget(self, position: int) -> None:
+        """Count a prompt as outstanding no longer."""
+        version = self._started_at.pop(position)
+        self._started[version] -= 1
+        if not self._started[version]:
+            del self._started[version]
 
     def state(self) -> tuple[dict[str, Any], list[ScoredGroup]]:
         """The accounts as a checkpoint holds them: what JSON can express, and the groups of its `finished`.
@@ -166,7 +199,7 @@ class Ledger:
                 again.append(position)
                 counts["dropped_samples"] -= len(group.dropped)  # to be counted when they are there again
         plain = {
-            "in_flight": again,
+            "in_flight": sorted(again),
             "finished": finished,
             "dropped": [list(entry) for entry in self.dropped],
             "counts": counts,
@@ -176,17 +209,20 @@ class Ledger:
     def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
         """Continue from saved accounts, before `step` and with the engines at that version."""
         self.step = self.version = step
-        self._again = deque(state["in_flight"])
-        self._finished, self._started_at = {}, {}
+        again = list(state["in_flight"])
+        self._finished, self._finished_of = {}, {}
+        self._started_at, self._started = {}, Counter()
         entries = zip(state["finished"], groups, strict=True)
         saved = [(entry["version"], entry["position"], group) for entry, group in entries]
         for version, position, group in sorted(saved, key=lambda item: item[:2]):
             left = version + self.limits.max_staleness - step + 1
             if self.waiting < self.limits.per_step * left:
-                self._finished[position] = group
                 self._started_at[position] = version
+                self._started[version] += 1
+                self.finish(position, group)
             else:  # the limits are tighter than before; these samples would come too late
-                self._again.append(position)
+                again.append(position)
+        self._again = deque(sorted(again))
         self.dropped.clear()
         self.dropped.extend((position, reason) for position, reason in state["dropped"])
         self.counts = Counter(state["counts"])

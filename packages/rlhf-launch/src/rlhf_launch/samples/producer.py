@@ -112,7 +112,7 @@ class Producer:
             if not self.ledger.ready:
                 raise DeadlineExceeded(
                     f"waited {self._config.timeout_s:g} s for the samples of step {self.ledger.step}; "
-                    f"{len(self.ledger.in_flight)} prompts are unfinished, {self.ledger.waiting} groups are there. "
+                    f"{self.ledger.unfinished} prompts are unfinished, {self.ledger.waiting} groups are there. "
                     "Raise placement.timeout_s, or speed it up"
                 )
             self._open = self._config.during_training == "run"
@@ -203,7 +203,7 @@ class Producer:
             "prompts/used": new["consumed"],
             "prompts/filtered": new["filtered"],
             "prompts/dropped": new["dropped"],
-            "prompts/in_flight": float(len(self.ledger.in_flight)),
+            "prompts/in_flight": float(self.ledger.unfinished),
             "prompts/waiting": float(self.ledger.waiting),
             "dropped_samples": new["dropped_samples"],
         }
