@@ -91,6 +91,7 @@ from rlhf_core.plugins import (
     load_plugin,
     plugin_names,
 )
+from rlhf_core.progress import note_progress, noted_progress
 from rlhf_core.stopping import STOP_SIGNALS, StopRequest
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal
@@ -295,6 +296,8 @@ __all__ = [
     "name_without_adapters",
     "naming_damage",
     "nearest",
+    "note_progress",
+    "noted_progress",
     "open_sender",
     "outline",
     "pad_rows",

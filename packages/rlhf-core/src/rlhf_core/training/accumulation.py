@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_core.data.batch import Batch
 from rlhf_core.interfaces.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
 from rlhf_core.model.expert_routing import NO_CHOICE
+from rlhf_core.progress import note_progress
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 
 
@@ -111,6 +112,7 @@ def accumulate(
         if everyones_bad:
             return Accumulated(loss=math.nan, weight=weight, metrics={}, bad_sample_ids=everyones_bad)
         backward(terms.total * (0.0 if idle else scale), index == count - 1)
+        note_progress("micro-batches")
         if not idle:
             total += value
             metrics.append(terms.metrics)
@@ -140,6 +142,7 @@ def score_in_micro_batches(
             idle = index >= len(cut)
             units = cut[0] if idle else cut[index]
             outputs = forward(batch.select_units(units), fields)
+            note_progress("micro-batches")
             if idle:
                 continue
             rows = torch.tensor(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.progress import note_progress
 from rlhf_core.weight_sync.checksum import compare_checksum
 from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
 from rlhf_core.weight_sync.source import LoadWeights
@@ -42,6 +43,7 @@ def receive_weights(
                 compare_checksum(manifest, bucket, flat)
             load(bucket.views(flat))
             load(_updated(bucket, flat, base))
+            note_progress("bytes", bucket.nbytes)
 
 
 def _pairs(buckets: Sequence[Bucket], stream: Iterable[Tensor]) -> Iterable[tuple[Bucket, Tensor]]:

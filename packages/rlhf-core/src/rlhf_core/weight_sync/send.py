@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.progress import note_progress
 from rlhf_core.weight_sync.checksum import write_checksum
 from rlhf_core.weight_sync.manifest import Bucket, WeightManifest
 from rlhf_core.weight_sync.source import PackingSource, WeightSource
@@ -32,9 +33,10 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
         for bucket in buckets:
             if (packing := _packing(source, bucket)) is not None:
                 packing.pack(bucket, None)
-                continue
-            for _ in source.gather(bucket):
-                pass
+            else:
+                for _ in source.gather(bucket):
+                    pass
+            note_progress("bytes", bucket.nbytes)
         return
     with closed_on_error(sender):
         _send(source, manifest, buckets, sender)
@@ -59,6 +61,7 @@ def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Buck
         if bucket.checksum:
             write_checksum(manifest, bucket, flat)
         pending[slot] = sender.send(flat, bucket)
+        note_progress("bytes", bucket.nbytes)
         del flat
     # Oldest first: the receiver takes them in the order of sending.
     for index in (len(buckets), len(buckets) + 1):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from rlhf_core import DeadlineExceeded, Observation, RLHFError
+from rlhf_core import DeadlineExceeded, Observation, RLHFError, note_progress
 
 
 class EnvironmentFailed(RLHFError):
@@ -44,6 +44,7 @@ async def call_environment(method: Callable[..., Any], *arguments: Any, timeout_
                 raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {error}") from error
     except TimeoutError as error:  # this deadline's: those of the method itself are EnvironmentFailed by now
         raise EnvironmentTooSlow(f"{name} did not return within {timeout_s:g} s") from error
+    note_progress("environment steps")
     if not isinstance(answer, Observation):
         raise EnvironmentFailed(f"{name} returned {answer!r}; return an Observation")
     return answer

@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_core import DroppedSample, RewardFunction, Score, Trajectory, check_scores, keep_scored
+from rlhf_core import (
+    DroppedSample,
+    RewardFunction,
+    Score,
+    Trajectory,
+    check_scores,
+    keep_scored,
+    note_progress,
+)
 
 Decode = Callable[[Sequence[Trajectory]], Sequence[str]]
 """Trajectories to the texts of their responses."""
@@ -61,6 +69,7 @@ async def score_group(
         return ScoredGroup(trajectories=(), scores=(), dropped=tuple(lost))
     texts = await asyncio.to_thread(decode, trajectories)
     scores = await reward.score(trajectories, texts)
+    note_progress("scores", len(scores))
     check_scores(scores, trajectories, source=getattr(reward, "name", type(reward).__name__))
     kept, values, dropped = keep_scored(trajectories, scores)
     placed = [replace(t, rewards=s.rewards) if s.rewards else t for t, s in zip(kept, values, strict=True)]

@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import EngineDiedError, GenerationRequest, GenerationResult
+from rlhf_core import EngineDiedError, GenerationRequest, GenerationResult, note_progress
 
 from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
 
@@ -166,6 +166,7 @@ class DecodingLoop:
             joining = self._admit()
             if joining or self.decoder.draws:
                 self.decoder.step(joining, version=self.version)
+                note_progress("decoding steps")
             self._deliver()
         return True
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import CapabilityError, EngineDiedError
+from rlhf_core import CapabilityError, EngineDiedError, note_progress
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -153,6 +153,7 @@ class VLLMLoop:
                 self._obey(engine)
                 if not self._paused and not self._stopping and self._pending:
                     self._deliver(engine.step())
+                    note_progress("decoding steps")
             self._end("the vLLM engine was closed")
         except BaseException as error:
             self._end(f"the vLLM engine died: {self._cause()}{type(error).__name__}: {error}", error)
