@@ -295,6 +295,9 @@ class FakeHandle:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._engines.take(args[0])
 
+    def pulse(self) -> Future[Any]:
+        return Future()
+
     def close(self) -> None:
         pass
 
@@ -304,7 +307,7 @@ def dispatch(engines: int, in_flight: int) -> None:
     from rlhf_launch import RolloutPool
 
     fakes = FakeEngines(in_flight)
-    pool = RolloutPool([FakeHandle(str(index), fakes) for index in range(engines)], timeout_s=60)
+    pool = RolloutPool([FakeHandle(str(index), fakes) for index in range(engines)])
     sampling = SamplingConfig(max_tokens=1)
     requests = [
         GenerationRequest(request_id=str(index), prompt_token_ids=(5,), sampling=sampling)

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlhf_core import EngineDiedError
+from rlhf_launch.workers.handles import finished
+from rlhf_launch.workers.pulse import Pulse
 
 
 def serve(pipe: Any, backend: str, config: Any, environment: dict[str, str]) -> None:
@@ -68,6 +70,11 @@ class ProcessHandle:
         """End the process as a crash or the kernel would."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
+
+    def pulse(self) -> Future[Pulse]:
+        if self._dead:
+            raise EngineDiedError(f"{self.name} is dead")
+        return finished(Pulse())
 
     def begin_close(self) -> Future[Any]:
         return self.call("close")

@@ -57,10 +57,11 @@ if TYPE_CHECKING:
     from rlhf_launch.weight_sync.replacement import RolloutReplacement
     from rlhf_launch.weight_sync.report import SyncReport
     from rlhf_launch.weight_sync.sync import WeightSync
-    from rlhf_launch.workers.coroutines import run_coroutine
     from rlhf_launch.workers.handles import Handle, LocalHandle
+    from rlhf_launch.workers.pulse import Pulse
     from rlhf_launch.workers.rollout_pool import RolloutPool
     from rlhf_launch.workers.train_group import TrainGroup
+    from rlhf_launch.workers.waits import Waits, WorkerLostError
 
 _MODULES = {
     "config.generate": ("GenerateConfig",),
@@ -106,10 +107,11 @@ _MODULES = {
     "weight_sync.replacement": ("RolloutReplacement",),
     "weight_sync.report": ("SyncReport",),
     "weight_sync.sync": ("WeightSync",),
-    "workers.coroutines": ("run_coroutine",),
     "workers.handles": ("Handle", "LocalHandle"),
+    "workers.pulse": ("Pulse",),
     "workers.rollout_pool": ("RolloutPool",),
     "workers.train_group": ("TrainGroup",),
+    "workers.waits": ("Waits", "WorkerLostError"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -150,6 +152,7 @@ __all__ = [
     "Prompt",
     "PromptFormat",
     "PromptStream",
+    "Pulse",
     "RayCluster",
     "Reporter",
     "RewardSection",
@@ -163,8 +166,10 @@ __all__ = [
     "TrainGroup",
     "Trainer",
     "UpdatePlan",
+    "Waits",
     "WeightSync",
     "WeightSyncSection",
+    "WorkerLostError",
     "WorkerPlan",
     "WorkerRoom",
     "Workers",
@@ -187,7 +192,6 @@ __all__ = [
     "request_seed",
     "response_sampler",
     "restore",
-    "run_coroutine",
     "run_steps",
     "schedule_of",
     "staleness",

@@ -1,12 +1,15 @@
 """Actors without any engine: how results and failures come back."""
 
+import asyncio
 import os
+import time
 
 import pytest
 from rlhf_core import EngineDiedError, ResourceError, WeightSyncError
 from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
-from rlhf_launch.workers.handles import close_workers, gather
+from rlhf_launch.workers.handles import close_workers
+from rlhf_launch.workers.waits import Waits
 
 pytestmark = pytest.mark.stack
 
@@ -20,6 +23,10 @@ class Actor:
 
     def fail(self):
         raise WeightSyncError("bucket 3 of 7 did not arrive")
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return "slept"
 
     def die(self):
         os._exit(7)
@@ -43,18 +50,58 @@ def plan(name, **settings):
 
 def test_results_errors_and_deaths_come_back_as_what_they_are(cluster):
     first, second = cluster.place([plan("first"), plan("second")])
-    assert gather([first.call("greet"), second.call("greet")], what="greetings", timeout_s=60) == [
+    waits = Waits(60)
+    assert waits.gather([first.call("greet"), second.call("greet")], what="greetings") == [
         ("first", "hello"),
         ("second", "hello"),
     ]
     with pytest.raises(WeightSyncError, match="bucket 3 of 7") as caught:
-        gather([first.call("fail")], what="a failure", timeout_s=60)
+        waits.gather([first.call("fail")], what="a failure")
     assert "raised by first in fail" in caught.value.__notes__[0]
     with pytest.raises(EngineDiedError, match="second died during die"):
-        gather([second.call("die")], what="a death", timeout_s=60)
+        waits.gather([second.call("die")], what="a death")
     for handle in (first, second):
         close_workers([handle])
         close_workers([handle])
+
+
+class Coroutines:
+    """Many calls at once, while one of them blocks the event loop."""
+
+    def __init__(self):
+        self.calls = 0
+
+    async def count(self):
+        self.calls += 1
+        while self.calls < 3:
+            await asyncio.sleep(0.01)
+        return self.calls
+
+    async def block(self, seconds):
+        time.sleep(seconds)
+        return "slept"
+
+    async def close(self):
+        pass
+
+
+def test_a_busy_worker_gives_its_pulse(cluster):
+    plans = [
+        plan("busy"),
+        WorkerPlan(name="coroutines", worker=Coroutines, arguments=(), cpus=0.25, concurrency=100),
+    ]
+    busy, coroutines = cluster.place(plans)
+    assert Waits(60).gather([coroutines.call("count") for _ in range(3)], what="counts") == [3, 3, 3]
+    sleeping = [busy.call("sleep", 4.0), coroutines.call("block", 4.0)]
+    time.sleep(0.5)
+    first, second = Waits(60).gather([busy.pulse(), coroutines.pulse()], what="pulses")
+    assert not any(call.done() for call in sleeping)
+    assert "sleep since" in first.doing
+    assert "test_ray_handle.py" in first.stack
+    assert "block since" in second.doing
+    assert "test_ray_handle.py" in second.stack
+    assert Waits(60).gather(sleeping, what="the end") == ["slept", "slept"]
+    close_workers([busy, coroutines])
 
 
 def test_what_can_never_be_placed_is_refused_at_once(cluster):

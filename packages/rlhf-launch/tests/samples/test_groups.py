@@ -11,6 +11,7 @@ from rlhf_launch.samples.groups import GroupMaker, collate_groups, staleness
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.reward import Rewarder
 from rlhf_launch.samples.sampling import greedy_sampling
+from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import ScoredGroup
 
 
@@ -143,8 +144,8 @@ def test_a_wait_that_gets_too_long_says_how_many_prompts_are_missing():
         return []
 
     slow = GroupMaker(stuck, Rewarder(Counting(), TOKENIZER))
-    with pytest.raises(DeadlineExceeded, match="1 of 2 prompts were unfinished"):
-        slow.groups([PROMPT] * 2, label="a", samples=1, timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match="1 of 2 prompts are unfinished"):
+        slow.groups([PROMPT] * 2, label="a", samples=1, waits=Waits(0.2))
 
 
 def test_groups_in_scoring_are_bounded_over_all_prompts():

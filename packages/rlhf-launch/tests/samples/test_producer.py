@@ -21,6 +21,7 @@ from rlhf_launch.samples.sampling import response_sampler
 from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.waits import Waits
 
 TOKENIZER = types.SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 
@@ -60,6 +61,7 @@ class Run:
 
     def __init__(self, *, reward=None, script=None, engines=1, during="rest", filter_flat=False, **limits):
         pause_modes = limits.pop("pause_modes", Engine.pause_modes)
+        waits = Waits(limits.pop("limit_s", 20))
         numbered = [
             Prompt(prompt_id=str(n), text=str(n), token_ids=(5, n), metadata={"number": n}) for n in range(100)
         ]
@@ -68,7 +70,7 @@ class Run:
         for engine in self.engines:
             engine.pause_modes = pause_modes
         self.pool = RolloutPool(
-            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(self.engines)], timeout_s=20
+            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(self.engines)], waits=waits
         )
         self.pool.start()
         self.prompts = PromptStream(numbered, seed=0, shuffle=False)
@@ -81,7 +83,8 @@ class Run:
             self.prompts,
             self.ledger,
             self.pool,
-            ProducerConfig(samples=4, during_training=during, filter_flat=filter_flat, timeout_s=20),
+            ProducerConfig(samples=4, during_training=during, filter_flat=filter_flat),
+            self.pool.waits,
         )
         self.version = 0
         self.account = []
@@ -175,8 +178,7 @@ def test_an_error_of_a_reward_is_raised_by_collect(start):
 
 
 def test_a_wait_that_gets_too_long_says_what_is_missing(start):
-    run = start(script=of_length(lambda n: 10_000 if n == 3 else 1))
-    run.producer._config = ProducerConfig(samples=4, timeout_s=0.2)
+    run = start(script=of_length(lambda n: 10_000 if n == 3 else 1), limit_s=0.3)
     run.engines[0]._delay = 0.01
     with pytest.raises(DeadlineExceeded, match=r"1 prompts are unfinished, 5 groups are there"):
         run.step()
@@ -388,7 +390,7 @@ def test_a_request_that_a_failed_sync_ended_starts_again(start):
 def test_closing_twice_is_harmless_and_ends_what_runs():
     run = Run(during="run", max_staleness=1, script=of_length(lambda n: 60))
     run.producer._open = True
-    with run.producer._changed:
+    with run.producer._lock:
         run.producer._fill()
     run.close()
     run.producer.close()

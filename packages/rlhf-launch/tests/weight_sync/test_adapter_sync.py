@@ -25,6 +25,7 @@ from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.train_rank import TrainWorker
+from rlhf_launch.workers.waits import Waits
 
 PATIENCE_S = 120.0
 REQUEST = GenerationRequest(
@@ -48,10 +49,10 @@ class Stack:
     """One engine of each kind in this process."""
 
     def __init__(self, trainer, rollout):
-        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: trainer)], timeout_s=PATIENCE_S)
+        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: trainer)], waits=Waits(PATIENCE_S))
         self.policy.start()
         self.rollout = rollout
-        self.pool = RolloutPool([LocalHandle("rollout-0", lambda: rollout)], timeout_s=PATIENCE_S)
+        self.pool = RolloutPool([LocalHandle("rollout-0", lambda: rollout)], waits=Waits(PATIENCE_S))
         self.pool.start()
 
     def sync(self, **options):
@@ -59,7 +60,6 @@ class Stack:
             self.policy,
             self.pool,
             transports=("local",),
-            timeout_s=PATIENCE_S,
             options=WeightSyncSection(**options),
         )
 
@@ -116,14 +116,13 @@ def check_what_is_done_about_an_adapter_that_is_not_taken(stack, sample, monkeyp
         receive_weights(manifest, receiver, list)
 
     rollout = RolloutWorker("vllm", stack.rollout._config, {})
-    pool = RolloutPool([LocalHandle("rollout-1", lambda: rollout)], timeout_s=PATIENCE_S)
+    pool = RolloutPool([LocalHandle("rollout-1", lambda: rollout)], waits=Waits(PATIENCE_S))
     pool.start()
     monkeypatch.setattr(adapters, "install", take_and_forget)
     sync = WeightSync(
         stack.policy,
         pool,
         transports=("local",),
-        timeout_s=PATIENCE_S,
         options=WeightSyncSection(adapters="adapter"),
     )
     sent = [sync(1), sync(2)]

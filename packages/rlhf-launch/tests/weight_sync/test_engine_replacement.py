@@ -17,6 +17,7 @@ from rlhf_core import (
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.waits import Waits
 
 
 class Engine:
@@ -74,14 +75,14 @@ def make_pool():
 
     def make(*engines, executor, limit=3, version=None):
         pool = RolloutPool(
-            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(engines)], timeout_s=10
+            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(engines)], waits=Waits(10)
         )
         pool.start()
         brought_up = []
         sync = types.SimpleNamespace(version=version)
         sync.check_loaded = lambda engine: brought_up.append(f"{engine} as loaded")
         sync.bring_up = lambda engine: (brought_up.append(engine), pool.admit(engine))
-        replacement = RolloutReplacement(executor, pool, sync, limit=limit, timeout_s=10)
+        replacement = RolloutReplacement(executor, pool, sync, limit=limit)
         pool.replace_with(replacement)
         pools.append(pool)
         return pool, replacement, brought_up

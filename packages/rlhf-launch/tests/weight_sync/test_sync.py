@@ -24,6 +24,7 @@ from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.train_rank import TrainWorker
+from rlhf_launch.workers.waits import Waits
 from torch import nn
 
 PATIENCE_S = 3.0
@@ -75,17 +76,16 @@ class Stack:
     def __init__(self, engines=3, **options):
         self.workers = [RolloutWorker(f"{__name__}:Backend", RolloutConfig(model="m"), {}) for _ in range(engines)]
         self.trainer = TrainWorker(f"{__name__}:Engine", EngineConfig(model="m", role="policy"), {})
-        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: self.trainer)], timeout_s=PATIENCE_S)
+        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: self.trainer)], waits=Waits(PATIENCE_S))
         self.policy.start()
         handles = [LocalHandle(f"rollout-{i}", lambda w=worker: w) for i, worker in enumerate(self.workers)]
-        self.pool = RolloutPool(handles, timeout_s=PATIENCE_S)
+        self.pool = RolloutPool(handles, waits=Waits(PATIENCE_S))
         self.pool.start()
         kinds = options.pop("transports", ("local",))
         self.sync = WeightSync(
             self.policy,
             self.pool,
             transports=kinds,
-            timeout_s=PATIENCE_S,
             options=WeightSyncSection(bucket_bytes=3000, **options),
         )
 

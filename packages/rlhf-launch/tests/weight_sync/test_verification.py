@@ -28,6 +28,7 @@ from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.train_rank import TrainWorker
+from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import TransformersBackend
 
 PATIENCE_S = 60.0
@@ -88,19 +89,19 @@ class Stack:
             model=path, role="policy", optimizer=OptimizerConfig(learning_rate=rate), dtype=dtype, lora=lora
         )
         self.trainer = TrainWorker("torch", config, {})
-        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: self.trainer)], timeout_s=PATIENCE_S)
+        self.policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: self.trainer)], waits=Waits(PATIENCE_S))
         self.policy.start()
         rollout = RolloutConfig(model=path, dtype=dtype, max_model_len=64)
         name = backend if backend == "vllm" else f"{__name__}:{backend}"
         self.workers = [RolloutWorker(name, rollout, {}) for _ in range(engines)]
         handles = [LocalHandle(f"rollout-{i}", lambda w=w: w) for i, w in enumerate(self.workers)]
-        self.pool = RolloutPool(handles, timeout_s=PATIENCE_S)
+        self.pool = RolloutPool(handles, waits=Waits(PATIENCE_S))
         self.pool.start()
         self.options = options
 
     def sync(self, **options):
         section = WeightSyncSection(**{**self.options, **options})
-        return WeightSync(self.policy, self.pool, transports=("local",), timeout_s=PATIENCE_S, options=section)
+        return WeightSync(self.policy, self.pool, transports=("local",), options=section)
 
     @property
     def backends(self):

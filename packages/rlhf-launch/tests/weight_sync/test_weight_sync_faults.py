@@ -24,6 +24,7 @@ from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.train_rank import TrainWorker
+from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import VLLMBackend
 
 pytestmark = pytest.mark.stack
@@ -106,13 +107,13 @@ def engines(model: str, count: int) -> list[Any]:
 def test_an_engine_killed_between_two_buckets_leaves_no_mixture_behind(model: str, transport: str) -> None:
     handles = engines(model, 2)
     worker = TrainWorker(f"{__name__}:Engine", EngineConfig(model=str(Path(model)), role="policy"), {})
-    policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: worker)], timeout_s=PATIENCE_S)
-    pool = Pool(handles, timeout_s=PATIENCE_S)
+    policy = TrainGroup("policy", [LocalHandle("policy-0", lambda: worker)], waits=Waits(PATIENCE_S))
+    pool = Pool(handles, waits=Waits(PATIENCE_S))
     try:
         policy.start()
         pool.start()
         options = WeightSyncSection(bucket_bytes=32 << 10, probe_every=0)  # this policy scores nothing
-        sync = WeightSync(policy, pool, transports=(transport,), timeout_s=PATIENCE_S, options=options)
+        sync = WeightSync(policy, pool, transports=(transport,), options=options)
         assert sync(1).lost == ()
         assert sync(2).buckets > 2 * KILLED_AT
         trainers = {2: copy.deepcopy(worker.engine.trainer)}

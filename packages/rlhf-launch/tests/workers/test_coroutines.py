@@ -6,7 +6,8 @@ import signal
 import threading
 
 import pytest
-from rlhf_launch.workers.coroutines import LoopThread, run_coroutine
+from rlhf_launch.workers.coroutines import LoopThread
+from rlhf_launch.workers.waits import Waits
 
 
 @pytest.fixture
@@ -26,29 +27,33 @@ async def fail():
     raise KeyError("the first cause")
 
 
+def run(work):
+    return Waits().run(work, what="a coroutine")
+
+
 def threads():
     return {thread.name for thread in threading.enumerate()}
 
 
 def test_a_result_and_an_error_come_back():
-    assert run_coroutine(answer()) == 42
+    assert run(answer()) == 42
     with pytest.raises(KeyError, match="the first cause"):
-        run_coroutine(fail())
+        run(fail())
     assert "coroutine" not in threads()
 
 
 def test_it_works_while_an_event_loop_is_running():
     async def cell():
-        return run_coroutine(answer())
+        return run(answer())
 
     assert asyncio.run(cell()) == 42
 
 
 def test_it_may_be_nested():
     async def outer():
-        return run_coroutine(answer(1)) + 1
+        return run(answer(1)) + 1
 
-    assert run_coroutine(outer()) == 2
+    assert run(outer()) == 2
 
 
 def test_an_interrupt_ends_the_coroutine_too(interruptible):
@@ -62,7 +67,7 @@ def test_an_interrupt_ends_the_coroutine_too(interruptible):
             ended.set()
 
     with pytest.raises(KeyboardInterrupt):
-        run_coroutine(endless())
+        run(endless())
     assert ended.is_set()
     assert "coroutine" not in threads()
 

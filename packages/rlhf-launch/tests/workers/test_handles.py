@@ -4,8 +4,8 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from rlhf_core import DeadlineExceeded, EngineDiedError
-from rlhf_launch.workers.handles import LocalHandle, close_workers, gather
+from rlhf_core import EngineDiedError
+from rlhf_launch.workers.handles import LocalHandle, close_workers
 
 
 class Worker:
@@ -19,9 +19,6 @@ class Worker:
 
     def fail(self):
         raise KeyError("the first cause")
-
-    def hang(self, event):
-        event.wait(5)
 
     async def wait_for_gate(self):
         await self.gate.wait()
@@ -61,23 +58,6 @@ def test_a_failing_constructor_shows_in_ready_and_in_calls():
     with pytest.raises(ValueError, match="no such model"):
         handle.call("where").result(5)
     close_workers([handle])
-
-
-def test_the_first_failure_is_raised_without_waiting_for_the_rest(handle):
-    other = LocalHandle("other", Worker)
-    event = threading.Event()
-    futures = [other.call("hang", event), handle.call("fail")]
-    with pytest.raises(KeyError, match="the first cause"):
-        gather(futures, what="two calls", timeout_s=30)
-    event.set()
-    close_workers([other])
-
-
-def test_a_deadline_names_what_was_awaited(handle):
-    event = threading.Event()
-    with pytest.raises(DeadlineExceeded, match="the worker to wake up; 0 of 1"):
-        gather([handle.call("hang", event)], what="the worker to wake up", timeout_s=0.05)
-    event.set()
 
 
 def test_a_call_under_way_ends_when_the_worker_is_closed(handle):

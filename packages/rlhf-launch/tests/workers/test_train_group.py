@@ -8,6 +8,7 @@ from rlhf_core import Batch, Loss, ModelOutputs, StepReport, cut_batch
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.waits import Waits
 
 
 class EchoRank:
@@ -33,7 +34,7 @@ def ragged_batch():
 
 @pytest.fixture
 def echoes():
-    group = TrainGroup("policy", [LocalHandle(f"rank-{i}", EchoRank) for i in range(3)], timeout_s=10)
+    group = TrainGroup("policy", [LocalHandle(f"rank-{i}", EchoRank) for i in range(3)], waits=Waits(10))
     yield group
     group.close()
 
@@ -62,7 +63,7 @@ class SeenRank(EchoRank):
 def test_rows_that_run_together_stay_on_one_rank_and_apart_from_copies(ranks):
     seen = []
     handles = [LocalHandle(f"rank-{i}", lambda: SeenRank(seen)) for i in range(ranks)]
-    group = TrainGroup("reward", handles, timeout_s=10)
+    group = TrainGroup("reward", handles, waits=Waits(10))
     batch = ragged_batch().with_columns(run_together=torch.tensor([3, 0, 3, 0, 3]))
     outputs = group.score(batch, ("scores",))
     assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
@@ -94,7 +95,7 @@ class CountingRank(EchoRank):
 def test_a_batch_of_fewer_units_than_ranks_is_repeated_a_whole_number_of_times(rows, rows_per_unit):
     ranks = [CountingRank() for _ in range(4)]
     group = TrainGroup(
-        "policy", [LocalHandle(f"rank-{i}", lambda r=r: r) for i, r in enumerate(ranks)], timeout_s=10
+        "policy", [LocalHandle(f"rank-{i}", lambda r=r: r) for i, r in enumerate(ranks)], waits=Waits(10)
     )
     batch = ragged_batch().select(range(rows))
     batch = dataclasses.replace(batch, rows_per_unit=rows_per_unit, sample_ids=tuple(map(str, range(rows))))

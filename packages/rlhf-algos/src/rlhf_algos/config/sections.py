@@ -272,7 +272,8 @@ class PlacementSection:
     engine_restarts: int = 3
     """Rollout engines that are replaced in a run after they died; those that cannot start count, too."""
     timeout_s: float = 1800.0
-    """Deadline of every wait on workers, in seconds."""
+    """A wait on workers ends when nothing has moved for so many seconds: no token, no row, no byte. Work that moves
+    may take as long as it takes."""
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_worker", "restarts", "engine_restarts"):

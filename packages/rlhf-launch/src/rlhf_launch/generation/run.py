@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rlhf_algos import naming_full_disk
-from rlhf_core import DeadlineExceeded, GenerationRequest, Score, check_model_path, check_scores
+from rlhf_core import GenerationRequest, Score, check_model_path, check_scores
 
 from rlhf_launch.config.generate import GenerateConfig
 from rlhf_launch.config.paths import absolute
@@ -23,8 +23,8 @@ from rlhf_launch.samples.prompts import Prompt, PromptFormat, load_prompts, poli
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_launch.seeds import request_seed
-from rlhf_launch.workers.coroutines import run_coroutine
 from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def _generate(config: GenerateConfig, console: Console) -> GenerationReport:
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(pending))
         work = _Work(config, pool, tokenizer, rewarder, rows, advance=lambda: progress.advance(bar))
-        run_coroutine(work.run(pending))
+        pool.waits.run(work.run(pending), what=lambda: f"the samples of {len(pending) - work.done} prompts")
     return GenerationReport(
         prompts=len(prompts),
         written=len(pending),
@@ -98,13 +98,13 @@ def _start(
     console: Console,
 ) -> Iterator[tuple[RolloutPool, Rewarder | None]]:
     """The rollout engines, and the reward with its models."""
-    timeout_s = config.placement.timeout_s
+    waits = Waits(config.placement.timeout_s)
     executor = executor_of(config, backends)
     training = {f"reward {name}": plans for name, plans in reward_plans(config, backends).items()}
     rollout = rollout_plans(config, backends)
     with (
         ExitStack() as stack,
-        start_workers(executor, training, rollout, timeout_s=timeout_s, say=console.print) as workers,
+        start_workers(executor, training, rollout, waits=waits, say=console.print) as workers,
     ):
         rewarder = None
         if checked is not None:
@@ -129,6 +129,7 @@ class _Work:
     ) -> None:
         self._config, self._pool, self._tokenizer, self._rewarder = config, pool, tokenizer, rewarder
         self._rows, self._advance = rows, advance
+        self.done = 0
         self.tokens = 0
         self.scores: list[float] = []
 
@@ -148,6 +149,7 @@ class _Work:
     async def _lane(self, waiting: Iterator[Prompt]) -> None:
         for prompt in waiting:
             await self._one(prompt)
+            self.done += 1
             self._advance()
 
     async def _one(self, prompt: Prompt) -> None:
@@ -161,13 +163,7 @@ class _Work:
             # By the prompt alone: a run that was interrupted draws the same samples as one that was not.
             seed=request_seed(config.seed, label),
         )
-        try:
-            result = await asyncio.wait_for(self._pool.generate(request), config.placement.timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"waited {config.placement.timeout_s:g} s for the samples of prompt {prompt.prompt_id}; raise "
-                "placement.timeout_s"
-            ) from None
+        result = await self._pool.generate(request)
         texts = self._tokenizer.batch_decode([list(s.token_ids) for s in result.samples], skip_special_tokens=True)
         scores = None
         if self._rewarder is not None:

@@ -14,7 +14,6 @@ from rich.table import Table
 from rlhf_algos import absolute_path
 from rlhf_core import (
     ConfigError,
-    DeadlineExceeded,
     DroppedSample,
     SamplingConfig,
     Trajectory,
@@ -32,9 +31,9 @@ from rlhf_launch.placement.plans import rollout_plans, training_plans
 from rlhf_launch.placement.start import executor_of, start_workers
 from rlhf_launch.samples.sampling import GroupSampler, response_sampler
 from rlhf_launch.weight_sync.sync import WeightSync
-from rlhf_launch.workers.coroutines import run_coroutine
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +74,12 @@ def check_mismatch(
     sampling = replace(config.rollout.sampling, min_tokens=0)
     with _start(config, inputs, sampler_model) as (group, pool, sync):
         sample = response_sampler(pool, sampling, seed=config.seed)
-        trajectories = _sample(config, inputs, sample, prompts, label="doctor")
+        trajectories = _sample(config, inputs, sample, pool, label="doctor", prompts=prompts)
         scored = _score(config, inputs, group, sampling, trajectories)
         after = None
         if sync is not None:
             sync(1)
-            again = _sample(config, inputs, sample, prompts, label="doctor after sync")
+            again = _sample(config, inputs, sample, pool, label="doctor after sync", prompts=prompts)
             after = Gap.between(_sampled(again), _trainer_log_probs(group, again))
     versions = {version for t in trajectories for version in t.weight_versions if version >= 0}
     diagnosis = diagnose(
@@ -100,39 +99,34 @@ def check_mismatch(
 def _start(
     config: OnlineConfig, inputs: Inputs, sampler_model: str
 ) -> Iterator[tuple[TrainGroup, RolloutPool, WeightSync | None]]:
-    backends, timeout_s = inputs.backends, config.placement.timeout_s
+    backends, waits = inputs.backends, Waits(config.placement.timeout_s)
     sampler = replace(config, model=replace(config.model, path=sampler_model))
     executor = executor_of(config, backends)
     training = {"policy": training_plans(config, backends, "policy")}
     rollout = rollout_plans(sampler, backends)
-    with start_workers(executor, training, rollout, timeout_s=timeout_s) as workers:
+    with start_workers(executor, training, rollout, waits=waits) as workers:
         policy, pool = workers.training["policy"], workers.pool
         try:
             # The gap is what is asked for here, so it may be as large as it is.
             options = WeightSyncSection(probe_every=0)
-            sync = WeightSync(policy, pool, transports=executor.transports, timeout_s=timeout_s, options=options)
+            sync = WeightSync(policy, pool, transports=executor.transports, options=options)
         except ConfigError:  # a backend that takes no weights, such as a remote server
             sync = None
         yield policy, pool, sync
 
 
 def _sample(
-    config: OnlineConfig, inputs: Inputs, sample: GroupSampler, prompts: int, *, label: str
+    config: OnlineConfig, inputs: Inputs, sample: GroupSampler, pool: RolloutPool, *, label: str, prompts: int
 ) -> list[Trajectory]:
     """Samples of the first prompts, without those that have no token."""
-    timeout_s, samples = config.placement.timeout_s, config.rollout.samples_per_prompt
+    samples = config.rollout.samples_per_prompt
 
     async def everything() -> list[list[Trajectory | DroppedSample]]:
         chosen = inputs.prompts.prompts[:prompts]
         work = [sample(prompt, f"{label}/{index}", samples) for index, prompt in enumerate(chosen)]
-        return await asyncio.wait_for(asyncio.gather(*work), timeout_s)
+        return await asyncio.gather(*work)
 
-    try:
-        groups = run_coroutine(everything())
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for {samples} samples each of {prompts} prompts; raise placement.timeout_s"
-        ) from None
+    groups = pool.waits.run(everything(), what=f"{samples} samples each of {prompts} prompts")
     drawn = [sample for group in groups for sample in group if isinstance(sample, Trajectory)]
     return [trajectory for trajectory in drawn if trajectory.response_length]
 

@@ -23,6 +23,7 @@ from rlhf_launch.placement.ray import check_address
 from rlhf_launch.placement.resolve import load_plugin_checked
 from rlhf_launch.placement.start import open_executor
 from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.waits import Waits
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class PlacedEngine(TrainGroup):
         train, placement = run.train, run.placement
         room = WorkerRoom(cpus=placement.cpus_per_worker, gpus=placement.gpus_per_worker)
         plans = rank_plans(config.role, train.engine_name, config, ranks=train.ranks, room=room)
-        super().__init__(config.role, executor.place(plans), timeout_s=placement.timeout_s)
+        super().__init__(config.role, executor.place(plans), waits=Waits(placement.timeout_s))
 
     def weights(self) -> WeightSource:
         """Not here: the weights are spread over the workers, and travel by their own links."""

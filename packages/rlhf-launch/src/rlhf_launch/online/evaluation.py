@@ -11,6 +11,7 @@ from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.samples.groups import MakeGroups
 from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.workers.waits import Waits
 
 EXAMPLES = 5
 """How many groups of an evaluation are kept to be looked at."""
@@ -94,17 +95,16 @@ class Evaluator:
         self,
         sets: Mapping[str, HeldOut],
         make_groups: MakeGroups,
-        *,
-        timeout_s: float,
+        waits: Waits,
     ) -> None:
         """Evaluate these sets.
 
         Args:
             sets: the held-out sets by name.
             make_groups: gives what makes groups with these settings of sampling.
-            timeout_s: deadline for the samples and scores of one set.
+            waits: how samples and scores are waited for.
         """
-        self._sets, self._make_groups, self._timeout_s = sets, make_groups, timeout_s
+        self._sets, self._make_groups, self._waits = sets, make_groups, waits
 
     def __call__(self, step: int) -> Iterator[Evaluation]:
         """Evaluate one set after the other, after `step` completed steps.
@@ -112,12 +112,12 @@ class Evaluator:
         Seeds follow from the set's name and the prompt alone, so two evaluations differ by the weights only.
 
         Raises:
-            DeadlineExceeded: a set took longer than allowed; names how many prompts were unfinished.
+            DeadlineExceeded: nothing has moved for too long; names how many prompts were unfinished.
             RewardError: a reward failed, and its failure handling says to stop.
         """
         for name, held_out in self._sets.items():
             groups = self._make_groups(held_out.sampling).groups(
-                held_out.prompts, label=f"eval/{name}", samples=held_out.samples, timeout_s=self._timeout_s
+                held_out.prompts, label=f"eval/{name}", samples=held_out.samples, waits=self._waits
             )
             metrics = summarise(groups, pass_score=held_out.pass_score)
             yield Evaluation(name=name, step=step, metrics=metrics, examples=groups[:EXAMPLES])

@@ -31,6 +31,7 @@ from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, greedy_s
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.waits import Waits
 
 
 @contextmanager
@@ -51,21 +52,21 @@ def open_run(
         stop: by which it may be asked to end.
     """
     stop = stop or StopRequest()
-    timeout_s = config.placement.timeout_s
+    waits = Waits(config.placement.timeout_s)
     with ExitStack() as stack:
         begin = time.perf_counter()
         stack.callback(inputs.reward.close)
-        workers = stack.enter_context(_start(config, inputs, reporter))
+        workers = stack.enter_context(_start(config, inputs, reporter, waits))
         pool = workers.pool
         options = config.weight_sync
         policy, transports = workers.training["policy"], workers.executor.transports
-        sync = WeightSync(policy, pool, transports=transports, timeout_s=timeout_s, options=options)
+        sync = WeightSync(policy, pool, transports=transports, options=options)
         reporter.say(f"  weights travel by {sync.transport}")
         reporter.say(f"  {sync.prove()}")
         reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer)
         stack.callback(close)
         limit = config.placement.engine_restarts
-        replacement = RolloutReplacement(workers.executor, pool, sync, limit=limit, timeout_s=timeout_s)
+        replacement = RolloutReplacement(workers.executor, pool, sync, limit=limit)
         pool.replace_with(replacement)
         stack.callback(replacement.stop)
         reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
@@ -73,7 +74,7 @@ def open_run(
         gc.freeze()
         make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer))
         prompts = prompt_stream(config, inputs)
-        producer = open_producer(config, prompts, make_groups, pool, stop)
+        producer = open_producer(config, prompts, make_groups, pool, waits, stop)
         stack.callback(producer.close)
         trainer = open_trainer(config, workers)
         state = RunState(
@@ -91,7 +92,7 @@ def open_run(
             pool=pool,
             sync=sync,
             replacement=replacement,
-            evaluator=Evaluator(inputs.held_out, make_groups, timeout_s=timeout_s),
+            evaluator=Evaluator(inputs.held_out, make_groups, waits),
             reporter=reporter,
             stop=stop,
             state=state,
@@ -108,9 +109,9 @@ def open_run(
 
 
 @contextmanager
-def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter) -> Iterator[Workers]:
+def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Waits) -> Iterator[Workers]:
     """One placement for all workers of the run."""
-    backends, timeout_s = inputs.backends, config.placement.timeout_s
+    backends = inputs.backends
     training = {role: training_plans(config, backends, role) for role in roles_of(config)}
     training |= {f"reward {name}": plans for name, plans in reward_plans(config, backends).items()}
     executor = executor_of(config, backends)
@@ -119,7 +120,7 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter) -> Iterator
     def say(line: str) -> None:
         reporter.say(f"  {line}")
 
-    with start_workers(executor, training, rollout, timeout_s=timeout_s, say=say) as workers:
+    with start_workers(executor, training, rollout, waits=waits, say=say) as workers:
         yield workers
 
 
@@ -186,6 +187,7 @@ def open_producer(
     prompts: PromptStream,
     make_groups: MakeGroups,
     pool: RolloutPool,
+    waits: Waits,
     stop: StopRequest | None = None,
 ) -> Producer:
     """The producer of a run, in the mode that `rollout.overlap` names."""
@@ -215,7 +217,7 @@ def open_producer(
             samples=rollout.samples_per_prompt,
             during_training=during,
             filter_flat=dynamic is not None,
-            timeout_s=config.placement.timeout_s,
         ),
+        waits,
         stop,
     )

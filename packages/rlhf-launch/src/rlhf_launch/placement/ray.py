@@ -17,8 +17,12 @@ from typing import Any
 from rlhf_core import STOP_SIGNALS, ConfigError, EngineDiedError, ResourceError
 
 from rlhf_launch.placement.executor import WorkerPlan
+from rlhf_launch.workers.handles import finished
+from rlhf_launch.workers.pulse import Pulse, attended
 
 _PROBE_S = 5.0
+_PULSE = "pulse"
+"""The threads of an actor that answer while its others are busy."""
 
 
 def check_address(address: str, *, timeout_s: float = _PROBE_S) -> None:
@@ -161,7 +165,8 @@ class RayCluster:
         }
         if plan.concurrency is not None:
             options["max_concurrency"] = plan.concurrency
-        return RayHandle(name, self._ray.remote(plan.worker).options(**options).remote(*plan.arguments))
+        actor = self._ray.remote(concurrency_groups={_PULSE: 1})(attended(plan.worker))  # type: ignore[call-overload]
+        return RayHandle(name, actor.options(**options).remote(*plan.arguments))
 
     def close(self) -> None:
         """Give the room back; stops Ray if this object started it."""
@@ -197,7 +202,10 @@ class RayHandle:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """See handles.Handle; errors arrive as the worker raised them."""
-        raw: Future[Any] = getattr(self._actor, method).remote(*args, **kwargs).future()
+        return self._settled(method, getattr(self._actor, method).remote(*args, **kwargs).future())
+
+    def _settled(self, method: str, raw: Future[Any]) -> Future[Any]:
+        """The future of a call, with errors as the worker raised them."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
 
@@ -214,13 +222,15 @@ class RayHandle:
         raw.add_done_callback(settle)
         return future
 
-    def begin_close(self) -> Future[Any]:
+    def pulse(self) -> Future[Pulse]:
         """See Handle."""
         if self._actor is None:
-            done: Future[Any] = Future()
-            done.set_result(None)
-            return done
-        return self.call("close")
+            raise EngineDiedError(f"{self.name} is closed")
+        return self._settled("pulse", self._actor.pulse.options(concurrency_group=_PULSE).remote().future())
+
+    def begin_close(self) -> Future[Any]:
+        """See Handle."""
+        return finished(None) if self._actor is None else self.call("close")
 
     def end(self) -> None:
         """See Handle."""

@@ -12,6 +12,7 @@ from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
 from rlhf_launch.workers.handles import close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ def start_workers(
     training: Mapping[str, Sequence[WorkerPlan]],
     rollout: Sequence[WorkerPlan],
     *,
-    timeout_s: float = 900.0,
+    waits: Waits | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Workers]:
     """Place all workers in one go and start them; workers and executor are closed when the block ends.
@@ -69,22 +70,23 @@ def start_workers(
         executor: where they are placed.
         training: the ranks of each training engine, by its name (see `rank_plans`).
         rollout: the rollout engines (see `engine_plans`).
-        timeout_s: deadline of every wait on these workers.
+        waits: how every wait on these workers is made.
         say: is told, a line each, what is up and how long that took.
 
     Raises:
         ResourceError: there is no room for them.
     """
+    waits = waits or Waits()
     with ExitStack() as stack:
         stack.callback(executor.close)
         handles = list(executor.place([*(plan for plans in training.values() for plan in plans), *rollout]))
         groups: dict[str, TrainGroup] = {}
         for name, plans in training.items():
             ranks, handles = handles[: len(plans)], handles[len(plans) :]
-            groups[name] = TrainGroup(name, ranks, timeout_s=timeout_s)
-        pool = RolloutPool(handles, timeout_s=timeout_s)
+            groups[name] = TrainGroup(name, ranks, waits=waits)
+        pool = RolloutPool(handles, waits=waits)
 
-        stack.callback(_close, executor, pool, groups)
+        stack.callback(_close, executor, waits, pool, groups)
         if not executor.one_process:
             # Engines start while the training ranks do. Within one process DeepSpeed must come first: it has to
             # make torch's process group before vLLM does.
@@ -95,9 +97,10 @@ def start_workers(
         yield Workers(training=groups, pool=pool, executor=executor)
 
 
-def _close(executor: Executor, pool: RolloutPool, groups: Mapping[str, TrainGroup]) -> None:
+def _close(executor: Executor, waits: Waits, pool: RolloutPool, groups: Mapping[str, TrainGroup]) -> None:
     """Close all workers under one deadline; those of one process one engine after the other."""
     engines = [pool.handles, *(group.handles for group in reversed(list(groups.values())))]
+    waits.leave([handle for handles in engines for handle in handles])
     if executor.one_process:
         for handles in engines:
             close_workers(handles)

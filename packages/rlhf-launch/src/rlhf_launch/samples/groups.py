@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -13,7 +12,6 @@ import torch
 from rlhf_core import (
     Batch,
     CapabilityError,
-    DeadlineExceeded,
     DroppedSample,
     SamplingConfig,
     Trajectory,
@@ -24,7 +22,7 @@ from rlhf_rollout import ScoredGroup, gather_or_cancel, score_group
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.reward import Rewarder
 from rlhf_launch.samples.sampling import GroupSampler
-from rlhf_launch.workers.coroutines import run_coroutine
+from rlhf_launch.workers.waits import Waits
 
 
 class GroupMaker:
@@ -81,7 +79,7 @@ class GroupMaker:
             return await score_group(drawn, self._rewarder.reward, self._rewarder.decode)
 
     def groups(
-        self, prompts: Sequence[Prompt], *, label: str, samples: int, timeout_s: float = 900.0
+        self, prompts: Sequence[Prompt], *, label: str, samples: int, waits: Waits | None = None
     ) -> list[ScoredGroup]:
         """The groups of all prompts, in order. It blocks, and may be called while an event loop is running.
 
@@ -89,10 +87,10 @@ class GroupMaker:
             prompts: all of them are started at once and queue at the engines.
             label: unique in the run; the samples of prompt i are `<label>/<i>/0`, ...
             samples: per prompt.
-            timeout_s: deadline for all of them.
+            waits: how all of them are waited for.
 
         Raises:
-            DeadlineExceeded: names how many prompts were unfinished.
+            DeadlineExceeded: nothing has moved for too long; names how many prompts were unfinished.
             RewardError: a reward failed, and its failure handling says to stop.
         """
         found: dict[int, ScoredGroup] = {}
@@ -102,17 +100,13 @@ class GroupMaker:
 
         async def everything() -> None:
             calls = [one(index, prompt) for index, prompt in enumerate(prompts)]
-            await asyncio.wait_for(gather_or_cancel(calls), timeout_s)
+            await gather_or_cancel(calls)
 
-        begin = time.perf_counter()
-        try:
-            run_coroutine(everything())
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"waited {time.perf_counter() - begin:.0f} s for samples and scores of {label}; "
-                f"{len(prompts) - len(found)} of {len(prompts)} prompts were unfinished. Raise "
-                "placement.timeout_s, or speed it up"
-            ) from None
+        def what() -> str:
+            left = len(prompts) - len(found)
+            return f"samples and scores of {label} ({left} of {len(prompts)} prompts are unfinished)"
+
+        (waits or Waits()).run(everything(), what=what)
         return [found[index] for index in range(len(prompts))]
 
 

@@ -8,17 +8,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import DeadlineExceeded, RewardError, StopRequest
+from rlhf_core import RewardError, StopRequest
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.samples.account import PromptAccount
 from rlhf_launch.samples.groups import GroupMaker
 from rlhf_launch.samples.ledger import Ledger
 from rlhf_launch.samples.prompts import Prompt, PromptStream
-from rlhf_launch.workers.coroutines import LoopThread
+from rlhf_launch.workers.waits import Waits
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +49,6 @@ class ProducerConfig:
     during_training: During = "rest"
     filter_flat: bool = False
     """Replace groups whose scores are all equal by new prompts (DAPO, Yu et al. 2025, section 3.2)."""
-    timeout_s: float = 900.0
-    """Deadline of `collect`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,43 +77,42 @@ class Producer:
         ledger: Ledger,
         engines: Engines,
         config: ProducerConfig,
+        waits: Waits,
         stop: StopRequest | None = None,
     ) -> None:
         """Make groups of these prompts; `stop` may end the waits of `collect`."""
         self.ledger = ledger
         self._stop = stop or StopRequest()
         self._make, self._prompts, self._engines, self._config = make, prompts, engines, config
-        self._changed = threading.Condition()
+        self._waits = waits
+        self._lock = threading.Lock()
+        self._awaited: Future[None] | None = None
+        """What `collect` waits for: that the step can be taken, or an error."""
         self._open = False
         self._error: BaseException | None = None
         self._last_generated = 0.0
         self._reported: Counter[str] = Counter()
         self._account = PromptAccount(prompts)
-        self._thread = LoopThread("rollouts")
+        self._thread = waits.clock.loop_thread("rollouts")
 
     def collect(self) -> tuple[list[ScoredGroup], CollectReport]:
         """The groups of the next step, as soon as there are enough and all that is due is among them.
 
         Raises:
-            DeadlineExceeded: names how many prompts were unfinished.
+            DeadlineExceeded: nothing has moved for too long; names how many prompts were unfinished.
             RunStopped: the run was asked to end; generation goes on until `close`.
             RewardError: a reward failed and its failure handling says to stop, or no prompt has a usable score.
             RLHFError: whatever else ended generation.
         """
         begin = time.perf_counter()
-        with self._changed:
+        with self._lock:
             self._open = True
             self._fill()
-            with self._stop.interruptible():
-                self._changed.wait_for(lambda: self._error or self.ledger.ready, self._config.timeout_s)
-            if self._error is not None:
-                raise self._error
-            if not self.ledger.ready:
-                raise DeadlineExceeded(
-                    f"waited {self._config.timeout_s:g} s for the samples of step {self.ledger.step}; "
-                    f"{self.ledger.unfinished} prompts are unfinished, {self.ledger.waiting} groups are there. "
-                    "Raise placement.timeout_s, or speed it up"
-                )
+            awaited = self._awaited = Future()
+            self._tell()
+        with self._stop.interruptible():
+            self._waits.gather([awaited], what=self._describe)
+        with self._lock:
             self._open = self._config.during_training == "run"
             groups = self.ledger.take()
             counts, settled = self._new_counts(), self._account.settle(groups)
@@ -128,6 +126,11 @@ class Producer:
         generated = min(max(self._last_generated, begin), end)
         seconds = {"rollout": generated - begin, "reward": end - generated}
         return groups, CollectReport(seconds=seconds, counts=counts, prompts=settled)
+
+    def _describe(self) -> str:
+        with self._lock:
+            step, unfinished, waiting = self.ledger.step, self.ledger.unfinished, self.ledger.waiting
+        return f"the samples of step {step} ({unfinished} prompts are unfinished, {waiting} groups are there)"
 
     @property
     def rests(self) -> bool:
@@ -143,14 +146,14 @@ class Producer:
         """Let generation continue: the engines have the weights of `version`."""
         if self._config.during_training == "pause":
             self._engines.resume()
-        with self._changed:
+        with self._lock:
             self.ledger.version = version
             self._open = self._config.during_training != "rest"
             self._fill()
 
     def state(self) -> tuple[dict[str, Any], list[ScoredGroup]]:
         """The state that a checkpoint holds: position and accounts, and the groups that wait."""
-        with self._changed:
+        with self._lock:
             accounts, groups = self.ledger.state()
             plain = {
                 "prompt_position": self._prompts.position,
@@ -162,10 +165,10 @@ class Producer:
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
         """Continue from a saved state, before `step`, with the engines at that version; what runs is given up."""
-        with self._changed:
+        with self._lock:
             self._open = False
         self._thread.cancel_all()
-        with self._changed:
+        with self._lock:
             self._prompts.position = state["prompt_position"]
             self.ledger.restore(state["ledger"], groups, step=step)
             self._reported = Counter(state["reported"])
@@ -175,7 +178,7 @@ class Producer:
     def close(self) -> None:
         """Give up what is under way; may be called twice."""
         if self._thread.running:
-            with self._changed:
+            with self._lock:
                 self._open = False
             self._thread.close()
 
@@ -192,6 +195,15 @@ class Producer:
                 (prompt,) = self._prompts.take(1)
             self.ledger.start(position, repeated=repeated)
             self._thread.start(self._produce(position, prompt))
+
+    def _tell(self) -> None:
+        """Tell `collect`, if it waits, that it need not any longer."""
+        if self._awaited is None or self._awaited.done():
+            return
+        if self._error is not None:
+            self._awaited.set_exception(self._error)
+        elif self.ledger.ready:
+            self._awaited.set_result(None)
 
     def _new_counts(self) -> dict[str, float]:
         """What happened since the last step, and how it stands."""
@@ -216,14 +228,14 @@ class Producer:
 
         try:
             group = await self._make.group(prompt, str(position), self._config.samples, generated=generated)
-            with self._changed:
+            with self._lock:
                 self._record(position, group)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._error = self._error or error
-                self._changed.notify_all()
+                self._tell()
 
     def _record(self, position: int, group: ScoredGroup) -> None:
         ledger = self.ledger
@@ -239,4 +251,4 @@ class Producer:
         else:
             ledger.finish(position, group)
         self._fill()
-        self._changed.notify_all()
+        self._tell()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +11,6 @@ from rlhf_core import EngineDiedError
 from rlhf_launch.placement.executor import Executor
 from rlhf_launch.weight_sync.report import SyncReport
 from rlhf_launch.weight_sync.sync import WeightSync
-from rlhf_launch.workers.handles import gather
 from rlhf_launch.workers.rollout_pool import RolloutPool
 
 _log = logging.getLogger(__name__)
@@ -25,16 +23,14 @@ class RolloutReplacement:
     while the trainer is busy (see `suspended`).
     """
 
-    def __init__(
-        self, executor: Executor, pool: RolloutPool, sync: WeightSync, *, limit: int, timeout_s: float
-    ) -> None:
+    def __init__(self, executor: Executor, pool: RolloutPool, sync: WeightSync, *, limit: int) -> None:
         self._executor = executor
         self._pool = pool
         self._sync = sync
         self._left = limit
         self._limit = limit
-        self._timeout_s = timeout_s
-        self._one_at_a_time = threading.Lock()
+        self._waits = pool.waits
+        self._one_at_a_time = pool.waits.clock.lock()
 
     def __call__(self) -> None:
         """Replace every lost engine.
@@ -101,7 +97,7 @@ class RolloutReplacement:
     def _start(self, engine: int, reason: str) -> None:
         _log.warning("rollout engine %d is lost (%s); starting another", engine, reason)
         self._pool.retire(engine)
-        handle = self._executor.restart(self._pool.name_of(engine))
+        handle = self._executor.restart(self._pool.handle_of(engine).name)
         what = f"the replacement of rollout engine {engine} to start"
-        gather([handle.call("start")], what=what, timeout_s=self._timeout_s)
+        self._waits.gather([handle.call("start")], what=what, workers=[handle])
         self._pool.replace(engine, handle)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,15 @@ from rlhf_core import (
 from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.weight_sync.report import SyncReport, finding
 from rlhf_launch.weight_sync.verification import AS_LOADED, ProbeFailed, SyncVerification
-from rlhf_launch.workers.handles import gather
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.waits import WorkerLostError
 
 _log = logging.getLogger(__name__)
 
 _RELEASE_S = 0.5
+_SETTLE_S = 60.0
+"""How long both sides of a failed transfer have to end, after which the next try finds out about them."""
 
 
 class WeightSync:
@@ -43,21 +45,18 @@ class WeightSync:
         pool: RolloutPool,
         *,
         transports: Sequence[str],
-        timeout_s: float = 900.0,
         options: WeightSyncSection | None = None,
     ) -> None:
         self._policy = policy
         self._pool = pool
         self._options = options or WeightSyncSection()
-        self._timeout_s = timeout_s
+        self._waits = pool.waits
         self._link: Link | None = None
         self._opened: Link | None = None
         """The link that was opened last, from its opening on; `_link` is one that works."""
         self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
         self._shares_memory = True
         """False after a transfer through shared memory failed, perhaps for want of room."""
-        self._policy_lost: EngineDiedError | None = None
-        """What a rank of the policy died of."""
         self._other_way = False
         """Whether the next load is the second try of one that was found wrong."""
         self._adapters = self._options.adapters == "adapter"
@@ -85,7 +84,8 @@ class WeightSync:
         (`RolloutPool.lost`), and the others go on.
 
         Raises:
-            EngineDiedError: no engine is left, or a rank of the policy is gone, after which nothing is tried again.
+            EngineDiedError: no engine is left.
+            WorkerLostError: a rank of the policy is gone, after which nothing is tried again.
             WeightSyncError: both tries failed; the engines refuse to sample until a sync succeeds.
         """
         lost_before = set(self._pool.lost)
@@ -97,11 +97,9 @@ class WeightSync:
                     report = self._sync(version)
                     lost = {engine: why for engine, why in self._pool.lost.items() if engine not in lost_before}
                     return replace(report, lost=tuple(f"engine {engine}: {why}" for engine, why in lost.items()))
-                except UserError:
+                except (UserError, WorkerLostError):
                     raise
                 except RLHFError as error:
-                    if self._policy_lost is not None:
-                        raise self._policy_lost from None
                     # A link is never reused after a failure: its two ends may be at different buckets.
                     self._link, self.version = None, None
                     if not self._pool.live:
@@ -131,7 +129,7 @@ class WeightSync:
         check = self._verification.check(AS_LOADED)
         what = f"{len(self._pool.live)} rollout engine(s) to score the tokens of a probe"
         calls = [self._pool.call(engine, "probe", check) for engine in self._pool.live]
-        reports = list(zip(self._pool.live, gather(calls, what=what, timeout_s=self._timeout_s), strict=True))
+        reports = list(zip(self._pool.live, self._answers(calls, self._pool.live, what), strict=True))
         try:
             self._verification.accept(AS_LOADED, check, reports)
         except ProbeFailed as error:
@@ -152,7 +150,7 @@ class WeightSync:
         check = self._verification.check(AS_LOADED)
         what = f"rollout engine {engine} to score the tokens of a probe"
         call = self._pool.call(engine, "probe", check)
-        (report,) = gather([call], what=what, timeout_s=self._timeout_s)
+        (report,) = self._answers([call], [engine], what)
         self._verification.accept(AS_LOADED, check, [(engine, report)])
 
     def bring_up(self, engine: int) -> None:
@@ -299,24 +297,30 @@ class WeightSync:
         self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str
     ) -> list[Any]:
         """The results of both sides. After a failure, the dead are looked for first: they are the cause."""
+        workers = [*map(self._pool.handle_of, engines), *self._policy.handles[: len(sending)]]
         try:
-            return gather([*receiving, *sending], what=what, timeout_s=self._timeout_s)
+            return self._waits.gather([*receiving, *sending], what=what, workers=workers)
+        except WorkerLostError:
+            raise
         except RLHFError:
             if lost := _died(sending):
                 # Its peers wait for it in vain, and so do the engines; the run ends them all.
-                self._policy_lost = lost
-                raise
+                raise WorkerLostError(str(lost)) from lost
             self._release(sending)
-            wait(receiving, timeout=self._timeout_s)
+            self._waits.settle(receiving, at_most_s=_SETTLE_S)
             for engine, future in zip(engines, receiving, strict=True):
                 if future.done() and isinstance(error := future.exception(), EngineDiedError):
                     self._pool.drop(engine, str(error))
             raise
 
+    def _answers(self, calls: Sequence[Future[Any]], engines: Sequence[int], what: str) -> list[Any]:
+        return self._waits.gather(calls, what=what, workers=[self._pool.handle_of(engine) for engine in engines])
+
     def _release(self, sending: Sequence[Future[Any]]) -> None:
         """End the sender, which may be waiting for an engine that is gone; only then can it open a new link."""
-        give_up_at = time.monotonic() + self._timeout_s
-        while wait(sending, timeout=_RELEASE_S).not_done and time.monotonic() < give_up_at:
+        give_up_at = self._waits.clock.now() + _SETTLE_S
+        while not all(call.done() for call in sending) and self._waits.clock.now() < give_up_at:
+            self._waits.settle(sending, at_most_s=_RELEASE_S)
             if self._opened is not None:
                 with contextlib.suppress(RLHFError):
                     release_sender(self._opened)

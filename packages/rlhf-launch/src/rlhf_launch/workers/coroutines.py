@@ -52,15 +52,3 @@ async def _cancel_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, from code that is none; an event loop may be running in this thread (a notebook).
-
-    Whatever ends the wait (an interrupt, say) also ends the coroutine.
-    """
-    thread = LoopThread("coroutine")
-    try:
-        return thread.run(work)
-    finally:
-        thread.close()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from rlhf_core import DeadlineExceeded, EngineDiedError
+from rlhf_core import EngineDiedError
 
 from rlhf_launch.workers.coroutines import LoopThread
+from rlhf_launch.workers.pulse import CallsUnderWay, Pulse
 
+T = TypeVar("T")
 CLOSE_TIMEOUT_S = 15.0
 """Seconds that workers have to close, all of them together."""
 
@@ -28,6 +30,14 @@ class Handle(Protocol):
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start `worker.method(*args, **kwargs)`."""
+        ...
+
+    def pulse(self) -> Future[Pulse]:
+        """Ask for the worker's pulse, which it gives whatever it is doing.
+
+        Raises:
+            EngineDiedError: the worker is gone; the future may raise it, too.
+        """
         ...
 
     def begin_close(self) -> Future[Any]:
@@ -48,10 +58,12 @@ class LocalHandle:
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.name = name
         self._closing = False
+        self._calls = CallsUnderWay()
         self._thread = LoopThread(name)
 
         async def construct() -> Any:
-            return make()
+            with self._calls.under_way("construction"):
+                return make()
 
         self._worker = self._thread.start(construct())
 
@@ -67,8 +79,9 @@ class LocalHandle:
         async def run() -> Any:
             worker = await asyncio.wrap_future(self._worker)
             try:
-                result = getattr(worker, method)(*args, **kwargs)
-                return await result if inspect.isawaitable(result) else result
+                with self._calls.under_way(method):
+                    result = getattr(worker, method)(*args, **kwargs)
+                    return await result if inspect.isawaitable(result) else result
             except asyncio.CancelledError:
                 if self._closing:
                     raise EngineDiedError(f"{self.name} was closed during {method}") from None
@@ -76,13 +89,15 @@ class LocalHandle:
 
         return self._thread.start(run())
 
+    def pulse(self) -> Future[Pulse]:
+        """See Handle."""
+        if not self._thread.running:
+            raise EngineDiedError(f"{self.name} is closed")
+        return finished(self._calls.pulse())
+
     def begin_close(self) -> Future[Any]:
         """See Handle."""
-        if self._thread.running:
-            return self.call("close")
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        return self.call("close") if self._thread.running else finished(None)
 
     def end(self) -> None:
         """See Handle."""
@@ -91,6 +106,13 @@ class LocalHandle:
         # Whoever waits for a call that is still under way must not wait for ever: it ends with an error.
         self._closing = True
         self._thread.close()
+
+
+def finished(result: T) -> Future[T]:
+    """A future that is done."""
+    done: Future[T] = Future()
+    done.set_result(result)
+    return done
 
 
 def close_workers(handles: Iterable[Handle], *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -103,31 +125,3 @@ def close_workers(handles: Iterable[Handle], *, timeout_s: float = CLOSE_TIMEOUT
     wait(closing, timeout=timeout_s)
     for handle in handles:
         handle.end()
-
-
-def gather(futures: Sequence[Future[Any]], *, what: str, timeout_s: float) -> list[Any]:
-    """Results of calls, in order. The first failure is raised at once, without waiting for the others.
-
-    Args:
-        futures: calls under way.
-        what: what is awaited, for the error message.
-        timeout_s: deadline for all of them together.
-
-    Raises:
-        DeadlineExceeded: names `what` and how many of the calls had returned.
-    """
-    done, pending = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    for future in futures:
-        if future in done and (error := future.exception()) is not None:
-            raise error
-    if pending:
-        raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for {what}; {len(done)} of {len(futures)} calls returned. Look at the "
-            "workers' logs, or raise `placement.timeout_s`"
-        )
-    return [future.result() for future in futures]
-
-
-def call_all(handles: Iterable[Handle], method: str, *args: Any, what: str, timeout_s: float) -> list[Any]:
-    """Results of the same call on every worker, made at once; see `gather`."""
-    return gather([handle.call(method, *args) for handle in handles], what=what, timeout_s=timeout_s)

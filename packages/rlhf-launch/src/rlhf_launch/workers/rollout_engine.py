@@ -21,6 +21,7 @@ from rlhf_core import (
     WeightManifest,
     load_plugin,
     model_loading,
+    note_progress,
     shared_memory_id,
 )
 
@@ -73,7 +74,9 @@ class RolloutWorker:
         """See RolloutBackend. Refused while the backend holds weights that failed their probe."""
         if self._fault is not None:
             raise StaleWeightsError(self._fault)
-        return await self._backend.generate(request)
+        result = await self._backend.generate(request)
+        note_progress("samples", request.n)
+        return result
 
     async def max_model_len(self) -> int:
         """Prompt plus response tokens of one sequence."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,9 +26,10 @@ from rlhf_core import (
 from rlhf_rollout import gather_or_cancel
 
 from rlhf_launch.seeds import request_seed
-from rlhf_launch.workers.handles import Handle, call_all, close_workers, gather
+from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.load import EngineLoads
 from rlhf_launch.workers.probe import ProbeCheck
+from rlhf_launch.workers.waits import Waits
 
 _STALE_PAUSE_S = 0.2
 
@@ -37,10 +37,13 @@ _STALE_PAUSE_S = 0.2
 class RolloutPool:
     """One or more rollout engines behind one `generate`."""
 
-    def __init__(self, handles: Sequence[Handle], *, timeout_s: float) -> None:
+    def __init__(self, handles: Sequence[Handle], *, waits: Waits | None = None) -> None:
         self._handles = list(handles)
         self._loads = EngineLoads(len(self._handles))
-        self._timeout_s = timeout_s
+        self.waits = waits or Waits()
+        """How its answers are waited for."""
+        for engine, handle in enumerate(self._handles):
+            self._watch(engine, handle)
         self._capabilities: list[BackendCapabilities] = []
         self._lost: dict[int, str] = {}
         self._starting: list[Any] = []
@@ -55,7 +58,7 @@ class RolloutPool:
         if not self._starting:
             self.begin()
         what = f"{self.engines} rollout engine(s) to start"
-        seconds = max(gather(self._starting, what=what, timeout_s=self._timeout_s))
+        seconds = max(self.waits.gather(self._starting, what=what, workers=self._handles))
         self._capabilities = self._all("capabilities", what="state their capabilities")
         return seconds
 
@@ -79,12 +82,13 @@ class RolloutPool:
         """Engines that are gone, with the reason."""
         return dict(self._lost)
 
-    def name_of(self, engine: int) -> str:
-        """The name of an engine's worker."""
-        return self._handles[engine].name
+    def handle_of(self, engine: int) -> Handle:
+        """An engine's worker."""
+        return self._handles[engine]
 
     def retire(self, engine: int) -> None:
         """Close what is left of a lost engine, so that its room is free."""
+        self.waits.leave([self._handles[engine]])
         close_workers([self._handles[engine]])
 
     def drop(self, engine: int, reason: str) -> None:
@@ -98,13 +102,15 @@ class RolloutPool:
         self._handles[engine] = handle
         what = f"rollout engine {engine} to state its capabilities"
         call = handle.call("capabilities")
-        (self._capabilities[engine],) = gather([call], what=what, timeout_s=self._timeout_s)
+        (self._capabilities[engine],) = self.waits.gather([call], what=what, workers=[handle])
+        self._watch(engine, handle)
 
     def admit(self, engine: int, *, paused: bool = False) -> None:
         """Use an engine again; `paused` lets requests queue up there until `resume`."""
         if paused:
-            call = self._handles[engine].call("pause", self.pause_mode)
-            gather([call], what=f"rollout engine {engine} to pause", timeout_s=self._timeout_s)
+            handle = self._handles[engine]
+            call = handle.call("pause", self.pause_mode)
+            self.waits.gather([call], what=f"rollout engine {engine} to pause", workers=[handle])
         if self._lost.pop(engine, None) is not None:
             self._loads.admit(engine)
 
@@ -166,7 +172,6 @@ class RolloutPool:
 
         Raises:
             EngineDiedError: no engine is left and none can be had.
-            StaleWeightsError: no sync succeeded within the pool's deadline.
         """
         result = await self._generate(request)
         samples = list(result.samples)
@@ -178,17 +183,14 @@ class RolloutPool:
         return replace(result, samples=tuple(samples))
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
-        deadline = time.monotonic() + self._timeout_s
         while True:
             while not self.live:
-                await asyncio.to_thread(self._replace_lost)
+                await self.waits.clock.in_thread(self._replace_lost)
             try:
                 return await self._generate_once(request)
             except EngineDiedError:
                 continue
-            except StaleWeightsError:
-                if time.monotonic() > deadline:
-                    raise
+            except StaleWeightsError:  # until the sync has succeeded, or ended the run
                 await asyncio.sleep(_STALE_PAUSE_S)
 
     async def _generate_once(self, request: GenerationRequest) -> GenerationResult:
@@ -252,19 +254,29 @@ class RolloutPool:
 
     def close(self) -> None:
         """Close all engines."""
+        self.waits.leave(self._handles)
         close_workers(self._handles)
+
+    def _watch(self, engine: int, handle: Handle) -> None:
+        def lost(error: EngineDiedError) -> None:
+            if self._handles[engine] is handle:
+                self.drop(engine, str(error))
+
+        self.waits.watch([handle], lost)
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         what = f"{len(self.live)} rollout engine(s) to {what}"
         handles = [self._handles[engine] for engine in self.live]
-        return call_all(handles, method, *args, what=what, timeout_s=self._timeout_s)
+        return self.waits.call_all(handles, method, *args, what=what)
 
     def _each_live(self, method: str, *args: Any) -> None:
         """Call a method of every live engine and note those that are dead."""
         calls = {engine: self._handles[engine].call(method, *args) for engine in self.live}
         for engine, call in calls.items():
             try:
-                gather([call], what=f"rollout engine {engine} to {method}", timeout_s=self._timeout_s)
+                self.waits.gather(
+                    [call], what=f"rollout engine {engine} to {method}", workers=[self._handles[engine]]
+                )
             except EngineDiedError as error:
                 self.drop(engine, str(error))
 

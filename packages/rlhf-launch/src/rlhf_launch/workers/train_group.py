@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlhf_algos import check_seen_here
 from rlhf_core import (
     RUN_TOGETHER,
     Batch,
+    DeadlineExceeded,
     Loss,
     ModelOutputs,
     StepReport,
@@ -21,17 +23,19 @@ from rlhf_core import (
     units_together,
 )
 
-from rlhf_launch.workers.handles import Handle, call_all, close_workers, gather
+from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.probe import ProbedModel, Scores
+from rlhf_launch.workers.waits import Waits
 
 
 class TrainGroup:
     """The ranks of one role, with the methods of TrainEngine over all of them."""
 
-    def __init__(self, name: str, handles: Sequence[Handle], *, timeout_s: float) -> None:
+    def __init__(self, name: str, handles: Sequence[Handle], *, waits: Waits | None = None) -> None:
         self.name = name
         self._handles = list(handles)
-        self._timeout_s = timeout_s
+        self._waits = waits or Waits()
+        self._waits.watch(self._handles)
         self._saving: Path | None = None
 
     @property
@@ -46,7 +50,11 @@ class TrainGroup:
             DeadlineExceeded: one is still at something.
             EngineDiedError: one is gone.
         """
-        call_all(self._handles, "capabilities", what=f"{self.name} to answer", timeout_s=timeout_s)
+        calls = [handle.call("capabilities") for handle in self._handles]
+        self._waits.settle(calls, at_most_s=timeout_s)
+        if busy := [handle.name for handle, call in zip(self._handles, calls, strict=True) if not call.done()]:
+            raise DeadlineExceeded(f"after {timeout_s:g} s, {', '.join(busy)} had not answered")
+        self._waits.gather(calls, what=f"{self.name} to answer", workers=self._handles)
 
     @property
     def ranks(self) -> int:
@@ -56,9 +64,9 @@ class TrainGroup:
     def start(self) -> float:
         """Build the engines of all ranks; returns the seconds of the slowest."""
         first = self._handles[0].call("address", self.ranks)
-        (address,) = gather([first], what=f"{self.name} rank 0 to offer an address", timeout_s=self._timeout_s)
+        (address,) = self._gather([first], "offer an address")
         futures = [handle.call("start", rank, self.ranks, address) for rank, handle in enumerate(self._handles)]
-        return max(gather(futures, what=f"{self.name} to build its engines", timeout_s=self._timeout_s))
+        return max(self._gather(futures, "build its engines"))
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine; rows keep their order. The batch may have fewer units than there are ranks."""
@@ -68,13 +76,13 @@ class TrainGroup:
             handle.call("score", enough.select(rows), tuple(outputs))
             for handle, rows in zip(self._handles, dealt, strict=True)
         ]
-        parts = gather(futures, what=f"{self.name} to score a batch", timeout_s=self._timeout_s)
+        parts = self._gather(futures, "score a batch")
         return _first_rows(_reassemble(enough, dealt, parts), batch.rows)
 
     def describe_model(self) -> ProbedModel:
         """What a probe of synced weights must know of the model."""
         call = self._handles[0].call("describe_model")
-        return gather([call], what=f"{self.name} to describe its model", timeout_s=self._timeout_s)[0]
+        return self._gather([call], "describe its model")[0]
 
     def score_tokens(self, rows: TokenRows) -> Scores:
         """Log-probs of the tokens of rows of one length, from the second on, with the weights of now."""
@@ -94,12 +102,12 @@ class TrainGroup:
             handle.call("step", enough.select(rows), loss)
             for handle, rows in zip(self._handles, self._deal(enough), strict=True)
         ]
-        return gather(futures, what=f"{self.name} to take a step", timeout_s=self._timeout_s)[0]
+        return self._gather(futures, "take a step")[0]
 
     def open_link(self, kind: str, receivers: int) -> Any:
         """Open a weight link on rank 0."""
-        future = self._handles[0].call("open_link", kind, receivers, self._timeout_s)
-        return gather([future], what=f"{self.name} to open a weight link", timeout_s=self._timeout_s)[0]
+        future = self._handles[0].call("open_link", kind, receivers, self._waits.limit_s)
+        return self._gather([future], "open a weight link")[0]
 
     def shared_memory(self) -> Any:
         """Ask rank 0 which memory it can share; returns a future."""
@@ -181,6 +189,7 @@ class TrainGroup:
 
     def close(self) -> None:
         """Close all ranks."""
+        self._waits.leave(self._handles)
         close_workers(self._handles)
 
     def _a_unit_for_every_rank(self, batch: Batch) -> Batch:
@@ -210,7 +219,11 @@ class TrainGroup:
         return [[unit * size + i for item in items for unit in parts[item] for i in range(size)] for items in dealt]
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
-        return call_all(self._handles, method, *args, what=f"{self.name} to {what}", timeout_s=self._timeout_s)
+        return self._gather([handle.call(method, *args) for handle in self._handles], what)
+
+    def _gather(self, calls: Sequence[Future[Any]], what: str) -> list[Any]:
+        """Results of calls of the ranks, from the first on."""
+        return self._waits.gather(calls, what=f"{self.name} to {what}", workers=self._handles[: len(calls)])
 
 
 def _reassemble(batch: Batch, dealt: list[list[int]], parts: Sequence[ModelOutputs]) -> ModelOutputs:
