@@ -8,6 +8,7 @@ import types
 import pytest
 from rlhf_core import (
     BackendCapabilities,
+    DeadlineExceeded,
     EngineDiedError,
     GenerationRequest,
     GenerationResult,
@@ -73,9 +74,9 @@ class Executor:
 def make_pool():
     pools = []
 
-    def make(*engines, executor, limit=3, version=None):
+    def make(*engines, executor, limit=3, version=None, limit_s=10):
         pool = RolloutPool(
-            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(engines)], waits=Waits(10)
+            [LocalHandle(f"rollout-{i}", lambda e=e: e) for i, e in enumerate(engines)], waits=Waits(limit_s)
         )
         pool.start()
         brought_up = []
@@ -92,15 +93,15 @@ def make_pool():
         pool.close()
 
 
+def request(index):
+    return GenerationRequest(
+        request_id=str(index), prompt_token_ids=(1,), sampling=SamplingConfig(max_tokens=1), n=2, seed=index
+    )
+
+
 def run_all(pool, count=20):
     async def everything():
-        requests = [
-            GenerationRequest(
-                request_id=str(i), prompt_token_ids=(1,), sampling=SamplingConfig(max_tokens=1), n=2, seed=i
-            )
-            for i in range(count)
-        ]
-        return await asyncio.gather(*(pool.generate(request) for request in requests))
+        return await asyncio.gather(*(pool.generate(request(i)) for i in range(count)))
 
     return asyncio.run(everything())
 
@@ -133,6 +134,28 @@ def test_a_sample_under_way_on_an_engine_that_is_given_up_is_drawn_again(make_po
     slow.delay_s = 3600
     pool, _, _ = make_pool(slow, executor=Executor())
     assert len(run_all(pool)) == 20
+
+
+def test_an_engine_that_stands_still_is_ended_and_its_samples_are_drawn_elsewhere(make_pool):
+    stuck, healthy = Engine(), Engine()
+    stuck.going.clear()
+    pool, _, _ = make_pool(stuck, healthy, executor=Executor(), limit_s=0.5)
+    pool.waits.rescue = pool.end_stuck
+
+    async def everything():
+        return await asyncio.gather(*(pool.generate(request(i)) for i in range(20)))
+
+    assert len(pool.waits.run(everything(), what="samples")) == 20
+    assert pool.lost == {0: "it stood still with samples under way"}
+    assert healthy.served == 20
+
+
+def test_a_standstill_that_no_engine_causes_ends_the_wait(make_pool):
+    pool, _, _ = make_pool(Engine(), executor=Executor(), limit_s=0.3)
+    pool.waits.rescue = pool.end_stuck
+    with pytest.raises(DeadlineExceeded, match="while waiting for a reward"):
+        pool.waits.run(asyncio.sleep(60), what="a reward")
+    assert pool.live == [0]
 
 
 def test_an_engine_that_keeps_dying_ends_the_run_with_the_reason(make_pool):

@@ -135,6 +135,15 @@ def test_every_engine_gets_all_weights_over_one_link(start, kind, checksums):
     assert stack.pool.weight_versions() == [2, 2, 2]
 
 
+def test_an_engine_that_was_lost_since_the_last_sync_is_not_waited_for(start):
+    stack = start()
+    stack.sync(1)
+    stack.pool.drop(1, "its host is gone")
+    stack.change()
+    assert stack.sync(2).version == 2
+    assert [stack.up_to_date(engine) for engine in range(3)] == [True, False, True]
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize("kind", ["local", "gloo"])
 def test_without_a_dead_engine_the_others_get_the_weights(start, kind):

@@ -65,9 +65,9 @@ class Pool(RolloutPool):
 
     asked: Exception | object = None
 
-    def connect(self, link):
+    def connect(self, engines, link):
         self.asked = self.call(0, "generate", request(4)).exception(PATIENCE_S)
-        return super().connect(link)
+        return super().connect(engines, link)
 
 
 def request(max_tokens: int, prompt: int = 40) -> GenerationRequest:

@@ -88,6 +88,7 @@ def start_workers(
 
         stack.callback(_close, executor, waits, pool, groups)
         if not executor.one_process:
+            waits.rescue = pool.end_stuck
             # Engines start while the training ranks do. Within one process DeepSpeed must come first: it has to
             # make torch's process group before vLLM does.
             pool.begin()

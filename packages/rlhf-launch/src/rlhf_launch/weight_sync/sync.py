@@ -54,6 +54,8 @@ class WeightSync:
         self._link: Link | None = None
         self._opened: Link | None = None
         """The link that was opened last, from its opening on; `_link` is one that works."""
+        self._linked: list[int] = []
+        """The engines that `_link` leads to."""
         self._transports = (self._options.transport,) if self._options.transport else tuple(transports)
         self._shares_memory = True
         """False after a transfer through shared memory failed, perhaps for want of room."""
@@ -194,12 +196,13 @@ class WeightSync:
         # The policy answers first, so that engines can judge for themselves whether they may go on.
         check = self._verification.check(version) if self._other_way or self._verification.due() else None
         answered = time.perf_counter()
-        if self._link is None:
+        if self._link is None or self._linked != self._pool.live:
             self._connect()
+        # Those of the link, whoever is lost from now on: it carries weights to all of them or to none.
+        engines = self._linked
         manifest = self._options_on(self._manifest(version))
-        engines = self._pool.live
         # Both sides enter together: the receivers' calls are under way before the senders start.
-        receiving = self._pool.receive(manifest, check)
+        receiving = self._pool.receive(engines, manifest, check)
         what = f"weights of version {version} to arrive"
         loads = self._meet(self._policy.send(manifest), receiving, engines, what)[: len(engines)]
         probes = tuple(load.probe for load in loads if load.probe is not None)
@@ -286,12 +289,14 @@ class WeightSync:
         return None not in found and len(set(found)) == 1
 
     def _connect(self) -> None:
+        engines = self._pool.live
         self.transport = self._choose_transport()
-        link = self._opened = self._policy.open_link(self.transport, self._pool.receivers)
-        joining = self._pool.connect(link)
+        receivers = sum(self._pool.receivers_of(engine) for engine in engines)
+        link = self._opened = self._policy.open_link(self.transport, receivers)
+        joining = self._pool.connect(engines, link)
         what = f"all ends of the {link.kind} weight link to meet"
-        self._meet([self._policy.accept_link()], joining, self._pool.live, what)
-        self._link = link
+        self._meet([self._policy.accept_link()], joining, engines, what)
+        self._link, self._linked = link, engines
 
     def _meet(
         self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str
@@ -309,7 +314,9 @@ class WeightSync:
             self._release(sending)
             self._waits.settle(receiving, at_most_s=_SETTLE_S)
             for engine, future in zip(engines, receiving, strict=True):
-                if future.done() and isinstance(error := future.exception(), EngineDiedError):
+                if not future.done():
+                    self._pool.drop(engine, f"it stands still where it should take part in: {what}")
+                elif isinstance(error := future.exception(), EngineDiedError):
                     self._pool.drop(engine, str(error))
             raise
 

@@ -92,8 +92,8 @@ class RolloutPool:
         close_workers([self._handles[engine]])
 
     def drop(self, engine: int, reason: str) -> None:
-        """Send nothing more to an engine that is gone."""
-        self._lost[engine] = reason
+        """Send nothing more to an engine that is gone; of several reasons the first counts."""
+        self._lost.setdefault(engine, reason)
         self._loads.leave_out(engine)
 
     def replace(self, engine: int, handle: Handle) -> None:
@@ -113,11 +113,6 @@ class RolloutPool:
             self.waits.gather([call], what=f"rollout engine {engine} to pause", workers=[handle])
         if self._lost.pop(engine, None) is not None:
             self._loads.admit(engine)
-
-    @property
-    def receivers(self) -> int:
-        """Transport ranks of all live engines together."""
-        return sum(self._capabilities[engine].receivers for engine in self.live)
 
     def receivers_of(self, engine: int) -> int:
         """Transport ranks of one engine."""
@@ -205,6 +200,17 @@ class RolloutPool:
         finally:
             self._loads.give_back(engine, request.n)
 
+    def end_stuck(self) -> bool:
+        """End engines that have work while nothing moves anywhere; says whether there is one.
+
+        Their requests start again on other engines, or on replacements.
+        """
+        stuck = [engine for engine in self.live if self._loads.load(engine)]
+        for engine in stuck:
+            self.drop(engine, "it stood still with samples under way")
+            self._handles[engine].end()
+        return bool(stuck)
+
     def replace_with(self, replace_lost: Callable[[], None]) -> None:
         """Say how lost engines are replaced once none is left; without that, the loss of the last ends the run."""
         self._replace_lost = replace_lost
@@ -212,17 +218,19 @@ class RolloutPool:
     def _none_left(self) -> None:
         raise EngineDiedError(f"no rollout engine is left: {'; '.join(self._lost.values())}")
 
-    def connect(self, link: Link) -> list[Any]:
-        """Let every live engine join a weight link; returns futures, in the order of `live`."""
+    def connect(self, engines: Sequence[int], link: Link) -> list[Any]:
+        """Let engines join a weight link; returns futures, in their order."""
         futures, rank = [], 0
-        for engine in self.live:
+        for engine in engines:
             futures.append(self._handles[engine].call("connect", link, rank))
             rank += self._capabilities[engine].receivers
         return futures
 
-    def receive(self, manifest: WeightManifest, check: ProbeCheck | None = None) -> list[Any]:
-        """Start receiving on every live engine; returns futures of LoadReport in the order of `live`."""
-        return [self._handles[engine].call("receive_weights", manifest, check) for engine in self.live]
+    def receive(
+        self, engines: Sequence[int], manifest: WeightManifest, check: ProbeCheck | None = None
+    ) -> list[Any]:
+        """Start receiving on engines; returns futures of LoadReport, in their order."""
+        return [self._handles[engine].call("receive_weights", manifest, check) for engine in engines]
 
     def call(self, engine: int, method: str, *args: Any) -> Any:
         """Start a method of one engine's worker; returns a future."""

@@ -105,6 +105,9 @@ class Waits:
         self._watched: dict[int, _Watched] = {}
         self._lock = threading.Lock()
         self._fatal: Future[Any] = Future()
+        self.rescue: Callable[[], bool] | None = None
+        """Asked at the end of a wait that is for no worker by name: whether what stood still was ended, so that the
+        wait may go on."""
 
     # ------------------------------------------------------------ the workers
 
@@ -275,6 +278,10 @@ class Waits:
         still.reported = stood
         where = "".join(f"\n  {worker.describe(now)}" for worker in concerned)
         if stood > self.limit_s:
+            if wait.late is None and self.rescue is not None and self.rescue():
+                _log.warning("nothing has moved for %.0f s: ended what stood still. It stood:%s", stood, where)
+                still.since = now
+                return
             raise DeadlineExceeded(
                 f"nothing has moved for {stood:.3g} s while waiting for {wait.describe()}. Where the workers stand:"
                 f"{where}\nIf this is healthy, raise placement.timeout_s, which is how long nothing may move"
