@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 
 import pytest
 from rlhf_launch.workers.coroutines import LoopThread
@@ -79,3 +80,18 @@ def test_closing_ends_what_is_under_way_and_may_be_done_twice():
     thread.close()
     assert future.cancelled()
     assert not thread.running
+
+
+def test_a_blocked_thread_is_left_behind(caplog):
+    thread, released = LoopThread("blocked"), threading.Event()
+
+    async def block():
+        released.wait(20)
+
+    thread.start(block())
+    begin = time.monotonic()
+    thread.close(timeout_s=0.2)
+    assert time.monotonic() - begin < 10
+    assert not thread.running
+    assert "the thread blocked is blocked and cannot be ended" in caplog.text
+    released.set()

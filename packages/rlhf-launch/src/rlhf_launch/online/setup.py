@@ -74,7 +74,7 @@ def open_run(
         gc.freeze()
         make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer))
         prompts = prompt_stream(config, inputs)
-        producer = open_producer(config, prompts, make_groups, pool, waits, stop)
+        producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
         trainer = open_trainer(config, workers)
         state = RunState(
@@ -187,7 +187,6 @@ def open_producer(
     prompts: PromptStream,
     make_groups: MakeGroups,
     pool: RolloutPool,
-    waits: Waits,
     stop: StopRequest | None = None,
 ) -> Producer:
     """The producer of a run, in the mode that `rollout.overlap` names."""
@@ -218,6 +217,6 @@ def open_producer(
             during_training=during,
             filter_flat=dynamic is not None,
         ),
-        waits,
+        pool.waits,
         stop,
     )

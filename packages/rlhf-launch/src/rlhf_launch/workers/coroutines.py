@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class LoopThread:
@@ -16,13 +18,14 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._left = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     @property
     def running(self) -> bool:
         """Whether the thread was not closed yet."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._left
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine, from any other thread."""
@@ -37,14 +40,22 @@ class LoopThread:
         if self.running:
             self.run(_cancel_tasks())
 
-    def close(self) -> None:
-        """Cancel what is under way and end the thread; may be called twice."""
+    def close(self, *, timeout_s: float = 15.0) -> None:
+        """Cancel what is under way and end the thread; may be called twice.
+
+        Code that blocks the thread cannot be ended from outside; after the timeout it is left to itself, and ends
+        with the process.
+        """
         if not self.running:
             return
-        self.cancel_all()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        cancelling = self.start(_cancel_tasks())
+        cancelling.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._loop.stop))
+        self._thread.join(timeout_s)
+        self._left = self._thread.is_alive()
+        if self._left:
+            _log.warning("the thread %s is blocked and cannot be ended; it is left behind", self._thread.name)
+        else:
+            self._loop.close()
 
 
 async def _cancel_tasks() -> None:

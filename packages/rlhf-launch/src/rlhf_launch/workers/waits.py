@@ -104,6 +104,7 @@ class Waits:
         self._poll_s = min(_POLL_S, limit_s / 4)
         self._watched: dict[int, _Watched] = {}
         self._lock = threading.Lock()
+        self._polling = threading.Lock()
         self._fatal: Future[Any] = Future()
         self.rescue: Callable[[], bool] | None = None
         """Asked at the end of a wait that is for no worker by name: whether what stood still was ended, so that the
@@ -224,9 +225,17 @@ class Waits:
             raise loss from error
 
     def _poll(self, now: float) -> None:
-        """Read the pulses that have come, and ask for new ones."""
-        with self._lock:
-            watched = list(self._watched.values())
+        """Read the pulses that have come, and ask for new ones; nothing if another thread is at it."""
+        if not self._polling.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                watched = list(self._watched.values())
+            self._ask(watched, now)
+        finally:
+            self._polling.release()
+
+    def _ask(self, watched: Sequence[_Watched], now: float) -> None:
         for worker in watched:
             if worker.asked is not None and worker.asked.done():
                 self._read(worker, worker.asked, now)
