@@ -326,8 +326,10 @@ class WeightSync:
     def _release(self, sending: Sequence[Future[Any]]) -> None:
         """End the sender, which may be waiting for an engine that is gone; only then can it open a new link."""
         give_up_at = self._waits.clock.now() + _SETTLE_S
-        while not all(call.done() for call in sending) and self._waits.clock.now() < give_up_at:
+        while self._waits.clock.now() < give_up_at:
             self._waits.settle(sending, at_most_s=_RELEASE_S)
+            if all(call.done() for call in sending):
+                return
             if self._opened is not None:
                 with contextlib.suppress(RLHFError):
                     release_sender(self._opened)

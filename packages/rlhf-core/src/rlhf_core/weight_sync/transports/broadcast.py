@@ -21,6 +21,7 @@ from rlhf_core.weight_sync.transports.rendezvous import (
     ask,
     await_receivers,
     reach,
+    reach_to_release,
     release_sender,
 )
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
@@ -48,7 +49,7 @@ class GroupTransport:
     @staticmethod
     def release_sender(link: Link) -> None:
         """See rlhf_core.weight_sync.transports.transport.release_sender."""
-        release_sender(reach(link, 0), link)
+        release_sender(reach_to_release(link), link)
 
 
 def _process_group(link: Link, group_rank: int, board: StoreBoard, device: torch.device) -> Any:

@@ -25,6 +25,7 @@ from rlhf_core.weight_sync.transports.rendezvous import (
     ask,
     await_receivers,
     reach,
+    reach_to_release,
     release_sender,
 )
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
@@ -53,7 +54,7 @@ class MappedTransport:
     @staticmethod
     def release_sender(link: Link) -> None:
         """See rlhf_core.weight_sync.transports.transport.release_sender."""
-        release_sender(reach(link, 0), link)
+        release_sender(reach_to_release(link), link)
 
 
 class MappedSender:

@@ -21,6 +21,8 @@ GIVEN_UP = b"given up"
 """Posted in place of acknowledgements by one who knows that they will never come."""
 _AWAITED = "awaited"
 _POLL_S = (0.001, 0.02)
+_RELEASE_S = 10.0
+"""How long a sender that is to be released may take to answer."""
 
 
 class Board(Protocol):
@@ -213,9 +215,22 @@ def reach(link: Any, rank: int) -> StoreBoard:
     Raises:
         DeadlineExceeded: nothing listens at the link's address.
     """
+    return _reach(link, f"weight receiver {rank}", link.timeout_s)
+
+
+def reach_to_release(link: Any) -> StoreBoard:
+    """The board of whoever releases a sender, which may be gone by now.
+
+    Raises:
+        DeadlineExceeded: nothing listens at the link's address.
+    """
+    return _reach(link, "whoever releases the sender", min(_RELEASE_S, link.timeout_s))
+
+
+def _reach(link: Any, who: str, timeout_s: float) -> StoreBoard:
     try:
-        return StoreBoard(store_address(link), "", timeout_s=link.timeout_s)
+        return StoreBoard(store_address(link), "", timeout_s=timeout_s)
     except (RuntimeError, OSError) as error:
         raise DeadlineExceeded(
-            f"weight receiver {rank} found no sender at {link.address} within {link.timeout_s:g} s: {error}"
+            f"{who} found no sender at {link.address} within {timeout_s:g} s: {error}"
         ) from error
