@@ -97,7 +97,7 @@ def test_between_processes_and_one_dies_amid_the_second_sync(kind, tmp_path):
         for process in processes:
             process.kill()
             process.communicate()
-    assert not list(Path("/dev/shm").glob(f"rlhf-weights-{os.getpid()}-*"))
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("rlhf-")]
 
 
 # ------------------------------------------------------------ particular to a kind
@@ -124,16 +124,22 @@ def files(directory, receiver, manifest):
         yield next(directory.glob(f"*/sync-1/bucket-{bucket}.safetensors"))
 
 
-def test_shared_memory_has_no_name_once_it_is_mapped():
+def test_shared_memory_is_held_by_its_mappings_alone():
     sender, (receiver,) = TestSharedMemory().connected()
     source = Source([700, 300], 1)
     taking = Beside(lambda: TestSharedMemory().received(receiver, source.manifest()))
     pair = sender.buffers(4096)
     assert pair[0].numel() >= 4096
-    assert not [path for path in map_paths() if "rlhf-weights" in path and "(deleted)" not in path]
+    assert [path for path in map_paths() if "memfd:rlhf-weights" in path]
+    assert not [path for path in open_paths() if "memfd:rlhf-weights" in path]
     send_weights(source, source.manifest(), sender)
     taking.result()
     sender.close()
+
+
+def open_paths():
+    descriptors = Path("/proc/self/fd")
+    return [os.readlink(one) for one in list(descriptors.iterdir()) if one.is_symlink()]
 
 
 def map_paths():

@@ -80,20 +80,20 @@ class MappedSender:
         board = self._open()
         self._segments = None
         pair: list[Tensor] = []
-        handles, files = [], []
+        handles, releases = [], []
         try:
             for _ in range(2):
-                tensor, handle, file = cuda_segment(nbytes, self.device) if self._cuda else file_segment(nbytes)
+                tensor, handle, release = cuda_segment(nbytes, self.device) if self._cuda else file_segment(nbytes)
                 pair.append(tensor)
                 handles.append(handle)
-                files += file
+                releases.append(release)
             self._announce(board, {"segments": handles})
             await_receivers(board, self.link, f"done-{self._notes}")
             board.remove([f"note-{self._notes}"])
         finally:
-            # Mapped memory lives on without its name, and vanishes with the last process that holds it.
-            for file in files:
-                file.unlink(missing_ok=True)
+            # Mapped memory lives on when it is closed, and vanishes with the last process that maps it.
+            for release in releases:
+                release()
         self._segments = (pair[0], pair[1])
         return self._segments
 

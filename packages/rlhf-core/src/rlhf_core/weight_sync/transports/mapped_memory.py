@@ -1,10 +1,11 @@
-"""Memory that several processes map: files in shared memory on one host, and CUDA memory on one GPU."""
+"""Memory that several processes map: memory without a name on one host, and CUDA memory on one GPU."""
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +14,43 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncError
 
+Release = Callable[[], None]
+"""Ends what a segment needs until everyone has mapped it."""
+
 
 def shared_memory_id() -> str | None:
     """Equal in two processes exactly if one can map what the other makes there; None if there is no such memory.
 
-    Containers on one machine have the same boot, but each its own tmpfs, so that both have to agree. Segments can
-    be opened by their owner alone.
+    A segment is reached through its owner's process (`/proc/<pid>/fd`), so that both must be of one user, and see
+    each other's processes: containers on one machine have the same boot, but each its own processes.
     """
-    directory = Path("/dev/shm")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not os.access(directory, os.W_OK) or not boot.exists():
+    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not hasattr(os, "memfd_create") or not boot.exists() or not processes.is_symlink():
         return None
-    return f"{boot.read_text().strip()}:{directory.stat().st_dev}:{os.getuid()}"
+    return f"{boot.read_text().strip()}:{os.readlink(processes)}:{os.getuid()}"
 
 
-def file_segment(nbytes: int) -> tuple[Tensor, Any, list[Path]]:
-    """Memory of this process, its handle for others, and the file whose removal makes it anonymous.
+def file_segment(nbytes: int) -> tuple[Tensor, Any, Release]:
+    """Memory of this process, its handle for others, and what to call when all have mapped it.
+
+    It has no name in any file system: nothing is left of it when its processes are gone, however they ended.
 
     Raises:
         WeightSyncError: there is no room.
     """
-    directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor, name = tempfile.mkstemp(prefix=f"rlhf-weights-{os.getpid()}-", dir=directory)
+    descriptor = os.memfd_create("rlhf-weights", os.MFD_CLOEXEC)
+    name = f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        # Reserved at once: writing to a full tmpfs later would end the process with a bus error.
+        # Reserved at once: writing to memory that cannot be had later would end the process with a bus error.
         os.posix_fallocate(descriptor, 0, nbytes)
-        return map_file([name, nbytes]), [name, nbytes], [Path(name)]
+        return map_file([name, nbytes]), [name, nbytes], functools.partial(os.close, descriptor)
     except OSError as error:
-        Path(name).unlink()
-        raise WeightSyncError(
-            f"{nbytes >> 20} MiB of shared memory cannot be had in {directory}: {error}; give it more room (for a "
-            "container, --shm-size), make bucket_bytes smaller, or use the transport gloo"
-        ) from error
-    finally:
         os.close(descriptor)
+        raise WeightSyncError(
+            f"{nbytes >> 20} MiB of shared memory cannot be had: {error}; make bucket_bytes smaller, or use the "
+            "transport gloo"
+        ) from error
 
 
 def map_file(handle: Any) -> Tensor:
@@ -61,13 +64,13 @@ def map_file(handle: Any) -> Tensor:
         return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise WeightSyncError(
-            f"the sender's shared memory {name} cannot be mapped: {error}; shm works between processes of one host "
-            "and user, use gloo or disk between hosts"
+            f"the sender's shared memory {name} cannot be mapped: {error}; shm works between processes of one user "
+            "that see each other, use gloo or disk between hosts or containers"
         ) from error
 
 
-def cuda_segment(nbytes: int, device: torch.device) -> tuple[Tensor, Any, list[Path]]:
-    """Memory of this process on its GPU, and its handle for others; no files.
+def cuda_segment(nbytes: int, device: torch.device) -> tuple[Tensor, Any, Release]:
+    """Memory of this process on its GPU, its handle for others, and nothing to call.
 
     Raises:
         WeightSyncError: not a CUDA device.
@@ -78,7 +81,7 @@ def cuda_segment(nbytes: int, device: torch.device) -> tuple[Tensor, Any, list[P
     parts = tensor.untyped_storage()._share_cuda_()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     offset = tensor.storage_offset()
-    return tensor, [gpu, offset, tensor.numel(), [_text(part) for part in parts]], []
+    return tensor, [gpu, offset, tensor.numel(), [_text(part) for part in parts]], lambda: None
 
 
 def map_cuda(handle: Any, device: torch.device) -> Tensor:
