@@ -2,7 +2,11 @@
 
 import asyncio
 import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from rlhf_core import EngineDiedError, ResourceError, WeightSyncError
@@ -58,8 +62,11 @@ def test_results_errors_and_deaths_come_back_as_what_they_are(cluster):
     with pytest.raises(WeightSyncError, match="bucket 3 of 7") as caught:
         waits.gather([first.call("fail")], what="a failure")
     assert "raised by first in fail" in caught.value.__notes__[0]
-    with pytest.raises(EngineDiedError, match="second died during die"):
+    with pytest.raises(EngineDiedError, match="second died during die") as caught:
         waits.gather([second.call("die")], what="a death")
+    (note,) = caught.value.__notes__
+    logs = Path(re.search(r"in (/tmp/ray-\S+)", note)[1])
+    assert list(logs.glob("worker-*"))
     for handle in (first, second):
         close_workers([handle])
         close_workers([handle])
@@ -102,6 +109,31 @@ def test_a_busy_worker_gives_its_pulse(cluster):
     assert "test_ray_handle.py" in second.stack
     assert Waits(60).gather(sleeping, what="the end") == ["slept", "slept"]
     close_workers([busy, coroutines])
+
+
+def test_temporary_files_of_workers_and_ray_go_with_the_cluster():
+    """In a process of its own, since Ray is one for all of a process."""
+    program = """
+import os, pathlib, sys, tempfile
+from rlhf_launch.placement.executor import WorkerPlan
+from rlhf_launch.placement.ray import RayCluster
+class Maker:
+    def make(self): return tempfile.mkdtemp()
+cluster = RayCluster()
+(handle,) = cluster.place([WorkerPlan(name="maker", worker=Maker, arguments=(), cpus=0.25)])
+print(handle.call("make").result(), flush=True)
+if "killed" in sys.argv: os.kill(os.getpid(), 9)
+cluster.close()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+    folders = []
+    for argument in ("killed", "closed"):
+        command = [sys.executable, "-c", program, argument]
+        made = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True).stdout.strip()
+        folders.append(Path(made).parents[1])
+        assert folders[-1].parent == Path("/tmp")
+        assert folders[-1].exists() == (argument == "killed")
+    assert not folders[0].exists()  # the second start has found it without an owner
 
 
 def test_what_can_never_be_placed_is_refused_at_once(cluster):

@@ -7,16 +7,17 @@ import os
 import re
 import signal
 import socket
-import tempfile
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_core import STOP_SIGNALS, ConfigError, EngineDiedError, ResourceError
 
 from rlhf_launch.placement.executor import WorkerPlan
+from rlhf_launch.placement.scratch import ScratchFolder
 from rlhf_launch.workers.handles import finished
 from rlhf_launch.workers.pulse import Pulse, attended
 
@@ -72,6 +73,10 @@ class RayCluster:
     """A local or existing Ray cluster, and the placement of this run's workers on it."""
 
     one_process = False
+    _scratch: ClassVar[ScratchFolder | None] = None
+    """Ray's folder, where this process has started Ray; of all clusters of the process, as Ray itself is."""
+    _deaths: ClassVar[list[str]] = []
+    """Workers whose processes died."""
 
     def __init__(
         self, address: str | None = None, *, transports: Sequence[str] = ("gloo",), timeout_s: float = 600.0
@@ -103,14 +108,21 @@ class RayCluster:
                     f"placement.ray_address={address!r}: Ray cannot join the cluster: {error}"
                 ) from error
             return
-        with _keeping_signal_handlers():
-            self._ray.init(
-                include_dashboard=False,
-                object_store_memory=_object_store_bytes(),
-                # Unix sockets live below it, and their paths may have about 100 characters.
-                _temp_dir=tempfile.mkdtemp(prefix="ray-", dir="/tmp"),
-                **settings,
-            )
+        # Unix sockets live below it, and their paths may have about 100 characters.
+        scratch = RayCluster._scratch = ScratchFolder("ray-", parent=Path("/tmp"))
+        RayCluster._deaths.clear()
+        (scratch.path / "tmp").mkdir()
+        try:
+            with _keeping_signal_handlers():
+                self._ray.init(
+                    include_dashboard=False,
+                    object_store_memory=_object_store_bytes(),
+                    _temp_dir=str(scratch.path),
+                    **settings,
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def check_resources(self, plans: Sequence[WorkerPlan]) -> None:
         """Refuse a run that can never be placed, before anything heavy is started.
@@ -161,22 +173,43 @@ class RayCluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             ),
-            "runtime_env": {"env_vars": dict(plan.env_vars)},
+            "runtime_env": {"env_vars": self._env_vars(plan)},
         }
         if plan.concurrency is not None:
             options["max_concurrency"] = plan.concurrency
         actor = self._ray.remote(concurrency_groups={_PULSE: 1})(attended(plan.worker))  # type: ignore[call-overload]
-        return RayHandle(name, actor.options(**options).remote(*plan.arguments))
+        actor = actor.options(**options).remote(*plan.arguments)
+        return RayHandle(name, actor, logs=self._logs, on_death=self._deaths.append)
+
+    def _env_vars(self, plan: WorkerPlan) -> dict[str, str]:
+        """What the plan says; and a worker's temporary files go with the cluster, however either ends."""
+        if self._scratch is None or "TMPDIR" in os.environ:
+            return dict(plan.env_vars)
+        return {"TMPDIR": str(self._scratch.path / "tmp"), **plan.env_vars}
+
+    @property
+    def _logs(self) -> Path | None:
+        """Where Ray's processes of this run write their logs; None where the cluster is not this run's."""
+        return None if self._scratch is None else self._scratch.path / "session_latest" / "logs"
 
     def close(self) -> None:
-        """Give the room back; stops Ray if this object started it."""
+        """Give the room back; stops Ray if this object started it.
+
+        Ray's folder goes with it, unless the run fails and a worker has died: its log lies there until the next
+        start.
+        """
         if self._group is not None:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self._group)
             self._group = None
-        if self._owned and self._ray.is_initialized():
+        if not self._owned:
+            return
+        if self._ray.is_initialized():
             self._ray.shutdown()
+        if self._scratch is not None:
+            self._scratch.close(keep=bool(self._deaths) and sys.exc_info()[0] is not None)
+            RayCluster._scratch = None
 
 
 @contextlib.contextmanager
@@ -196,9 +229,25 @@ def _keeping_signal_handlers() -> Iterator[None]:
 class RayHandle:
     """A worker in a Ray actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        *,
+        logs: Path | None = None,
+        on_death: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Call an actor.
+
+        Args:
+            name: of the worker.
+            actor: Ray's handle.
+            logs: where its process writes its logs, if that is known.
+            on_death: is told the name of a worker whose process died.
+        """
         self.name = name
         self._actor = actor
+        self._logs, self._on_death = logs, on_death
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """See handles.Handle; errors arrive as the worker raised them."""
@@ -216,6 +265,10 @@ class RayHandle:
                 return
             try:
                 error = _first_cause(self.name, method, error)
+                if isinstance(error, EngineDiedError) and self._actor is not None:
+                    self._on_death(self.name)
+                    if self._logs is not None:
+                        error.add_note(f"the logs of {self.name} are in {self._logs} until the next run starts")
             finally:  # whatever happens here, the caller must hear of the failure
                 future.set_exception(error)
 
@@ -238,8 +291,8 @@ class RayHandle:
             return
         import ray
 
-        ray.kill(self._actor)
-        self._actor = None
+        actor, self._actor = self._actor, None
+        ray.kill(actor)
 
 
 def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
