@@ -56,6 +56,12 @@ def tests(session):
 
 
 @nox.session
+def chaos(session):
+    """Runs killed at random moments and resumed until done, compared to the bit with one that was left alone."""
+    session.run("python", "packages/rlhf-launch/tests/chaos", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def families(session):
     """Every model type against its own logits, those of vLLM after weight syncs; writes docs/families.md."""
     for script in ("rlhf-core/tests/families/write_table.py", "rlhf-rollout/tests/families/write_engine_table.py"):

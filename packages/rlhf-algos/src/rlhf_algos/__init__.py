@@ -225,6 +225,7 @@ from rlhf_algos.run_directory.manifest import (
     write_manifest,
 )
 from rlhf_algos.run_directory.paths import absolute_path, with_absolute_paths
+from rlhf_algos.run_directory.replacing import replaced_folder
 from rlhf_algos.run_directory.restarts import can_begin_again, with_restarts
 from rlhf_algos.run_directory.schedule import CheckpointSchedule
 from rlhf_algos.run_directory.writing import naming_full_disk
@@ -461,6 +462,7 @@ __all__ = [
     "reinforce",
     "reinforce_advantages",
     "remax_advantages",
+    "replaced_folder",
     "response_lengths",
     "response_log_probs",
     "rloo_advantages",

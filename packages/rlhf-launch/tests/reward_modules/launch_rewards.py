@@ -68,3 +68,11 @@ def picky(completion, **columns):
     if kind_of(completion) == "raises":
         raise ValueError("this one I cannot judge")
     return float("nan") if kind_of(completion) == "nan" else 1.0
+
+
+def uneven(completion, prompt):
+    """No verdict on a fifth of the prompts, the same one on all samples of another fifth."""
+    kind = sum(prompt.encode()) % 5
+    if kind == 0:
+        raise ValueError("this prompt I cannot judge")
+    return 1.0 if kind == 1 else sum(c.isalnum() for c in completion) / max(1, len(completion))

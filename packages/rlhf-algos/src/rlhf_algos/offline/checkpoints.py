@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,6 +11,7 @@ from rlhf_core import CheckpointError, Ranks, TrainEngine
 
 from rlhf_algos.run_directory.checkpoints import CheckpointStore
 from rlhf_algos.run_directory.manifest import check_seen_here, files_below
+from rlhf_algos.run_directory.replacing import begin_beside, put_in_place
 from rlhf_algos.torch_engine.ranks import rank_of
 
 ENGINE = "engine"
@@ -63,18 +62,12 @@ def load_checkpoint(store: CheckpointStore, step: int, engine: TrainEngine) -> O
 
 def replace_directory(final: Path, write: Callable[[Path], None], *, ranks: Ranks) -> None:
     """Let all ranks `write` into a new directory, then put it in the place of `final`."""
-    beside = final.with_name(final.name + ".tmp")
+    beside = final.with_name(f"{final.name}.tmp")
     if rank_of(ranks) == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        begin_beside(final)
     ranks.max(0)
     write(beside)
     ranks.max(0)
     if rank_of(ranks) == 0:
-        old = final.with_name(final.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            os.rename(final, old)
-        os.rename(beside, final)
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(beside, final)
     ranks.max(0)

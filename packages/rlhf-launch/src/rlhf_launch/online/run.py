@@ -17,6 +17,7 @@ from rlhf_algos import (
     naming_full_disk,
     open_run_directory,
     read_metrics,
+    replaced_folder,
     run_fingerprint,
     with_restarts,
 )
@@ -144,10 +145,12 @@ def _attempt(
             if not step or is_evaluation_missing(config, folder, step):
                 evaluate(run)
             run_steps(run, guests.on_step)
-        run.trainer.policy.export(folder / "model")
         if config.train.average_decay is not None:
-            run.trainer.policy.export_average(folder / "model-average")
-        inputs.tokenizer.save_pretrained(folder / "model")
+            with replaced_folder(folder / "model-average") as average:
+                run.trainer.policy.export_average(average)
+        with replaced_folder(folder / "model") as model:
+            run.trainer.policy.export(model)
+            inputs.tokenizer.save_pretrained(model)
     return RunResult(
         steps=run.state.step,
         folder=folder,

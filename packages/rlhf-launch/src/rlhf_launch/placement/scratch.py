@@ -42,7 +42,9 @@ class ScratchFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(unnamed, self.path / _OWNER)
         command = [sys.executable, "-I", "-S", __file__, str(self.path)]
-        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        # Whoever reads what this process prints must not wait for the guard, too.
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **silent)
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the folder, or `keep` it until the next start; may be called twice."""

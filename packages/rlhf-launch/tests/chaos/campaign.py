@@ -1,0 +1,313 @@
+"""Kills a run at random moments and goes on with it until it is done; counts what that costs."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from chaos.comparison import account_faults, differences
+from chaos.forms import Form
+from chaos.phases import PhaseFile
+from chaos.processes import Family
+from rlhf_algos import read_metrics
+
+How = Literal["all", "command", "SIGTERM"]
+"""Who is killed: every process of the run, the process of the command alone, or that one by SIGTERM."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Kill:
+    """One kill, and what was seen of it."""
+
+    form: str
+    life: int
+    how: How
+    asked: str
+    """The phase that was waited for."""
+    phase: str
+    """The phase that was hit."""
+    step: int
+    """Steps in `metrics.jsonl` at that moment."""
+    seconds: float
+    """Since the start of the command."""
+    until_gone_s: float | None = None
+    """How long what the command had started lived on; None where it was killed, too."""
+    stayed: list[str] = field(default_factory=list)
+    """Processes that were still there after a minute, and were then killed."""
+    exit_code: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Life:
+    """A run from its first start to its end, over all kills."""
+
+    form: str
+    life: int
+    kills: list[Kill] = field(default_factory=list)
+    resumes: int = 0
+    begun_anew: int = 0
+    differences: list[str] = field(default_factory=list)
+    """From the uninterrupted run."""
+    faults: list[str] = field(default_factory=list)
+    """Of the account, and of restarts that failed."""
+    left: list[str] = field(default_factory=list)
+    """Processes, shared memory and temporary folders after the end."""
+    seconds: float = 0.0
+
+
+class Campaign:
+    """Runs of one form: one that is left alone, and others that are killed and compared with it."""
+
+    def __init__(
+        self,
+        form: Form,
+        folder: Path,
+        *,
+        seed: int = 0,
+        hows: Sequence[How] = ("all",),
+        say: Callable[[str], None] = print,
+        private: bool = False,
+    ) -> None:
+        """Run below `folder`.
+
+        Args:
+            form: what is run.
+            folder: inputs, outputs and logs.
+            seed: of the moments.
+            hows: ways of killing, by turns.
+            say: is told what happens.
+            private: whether this process has /tmp and /dev/shm for itself, so that all that is left there is the
+                run's.
+        """
+        self.form, self.folder, self.say, self.private = form, folder, say, private
+        self.random = random.Random(f"{seed}/{form.name}")
+        self.hows = hows
+        self.whole = folder / f"{form.name}-whole"
+        self._phases: list[str] = []
+        self._killed = 0
+        self._start_s = 10.0
+        self._before = self._scratch()
+
+    def run_whole(self) -> Path:
+        """The run that nobody kills; done once."""
+        if not (self.whole / "done").exists():
+            shutil.rmtree(self.whole, ignore_errors=True)
+            begin = time.monotonic()
+            family, phases = self._start(self.whole)
+            while phases.now == "start" and family.root is not None and family.root.poll() is None:
+                time.sleep(0.05)
+            self._start_s = time.monotonic() - begin
+            code = family.root.wait() if family.root is not None else 1
+            if code:
+                raise RuntimeError(f"{self.form.name} fails by itself: {family.log.read_text()[-3000:]}")
+            (self.whole / "done").write_text(f"{time.monotonic() - begin:.1f} s, start {self._start_s:.1f} s\n")
+        return self.whole
+
+    def run_life(self, life: int, kills: int) -> Life:
+        """One run, killed up to so often, then left to its end and compared."""
+        self.run_whole()
+        begin = time.monotonic()
+        record = Life(form=self.form.name, life=life)
+        output = self.folder / f"{self.form.name}-{life}"
+        shutil.rmtree(output, ignore_errors=True)
+        resume = False
+        while len(record.kills) < kills:
+            family, phases = self._start(output, resume=resume)
+            kill = self._kill(family, phases, output, life, resume=resume)
+            if kill is not None:
+                record.kills.append(kill)
+                self.say(
+                    f"{self.form.name} {life}: kill {len(record.kills)} ({kill.how}) in {kill.phase} after step "
+                    f"{kill.step}, {kill.seconds:.1f} s"
+                    + (f", gone after {kill.until_gone_s:.1f} s" if kill.until_gone_s is not None else "")
+                    + (f", exit {kill.exit_code}" if kill.exit_code is not None else "")
+                )
+            elif family.root is not None and family.root.returncode == 0:
+                break  # it was done before the moment came
+            elif not self._had_nothing_to_resume(family):
+                record.faults.append(f"a start failed: {family.log.read_text()[-1500:]}")
+                return record
+            else:
+                record.begun_anew += 1
+                resume = False
+                continue
+            record.resumes += resume
+            resume = True
+        record.resumes += self._finish(output, record, resume=resume)
+        if not record.faults:
+            self._judge(record, output)
+        record.seconds = time.monotonic() - begin
+        return record
+
+    def _finish(self, output: Path, record: Life, *, resume: bool) -> int:
+        """Let the run come to its end; returns how many resumes that took."""
+        for again in (resume, False):
+            family, _ = self._start(output, resume=again)
+            assert family.root is not None
+            code = family.root.wait()
+            gone_s, stayed = family.seconds_until_gone(limit_s=60)
+            if stayed:
+                record.left += [f"process {name} after {gone_s:.0f} s" for name in stayed]
+                family.kill()
+            if code == 0:
+                return int(again)
+            if not self._had_nothing_to_resume(family):
+                record.faults.append(f"the last start failed ({code}): {family.log.read_text()[-1500:]}")
+                return int(again)
+            record.begun_anew += 1
+        return 0
+
+    def _judge(self, record: Life, output: Path) -> None:
+        if self.form.exact:
+            record.differences = differences(self.whole, output, varying=self.form.varying)
+        if self.form.account:
+            record.faults += account_faults(output, **self.form.account)
+        record.left += sorted(self._scratch() - self._before)
+        record.left += sorted(
+            str(path.relative_to(output))
+            for pattern in (".*", "checkpoints/.*", "*.tmp", "*.old")
+            for path in output.glob(pattern)
+            if path.name != ".lock"
+        )
+
+    def _start(self, output: Path, *, resume: bool = False) -> tuple[Family, PhaseFile]:
+        mark = secrets.token_hex(6)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        told = self.folder / f"phase-{mark}"
+        phases = PhaseFile.open(told, new=True)
+        command = [sys.executable, str(Path(__file__).parent / "phases.py"), str(told)]
+        command += self.form.write(self.folder, output)
+        family = Family(
+            [*command, *(["--resume"] if resume else [])],
+            mark,
+            self.folder / f"log-{output.name}-{mark}.txt",
+            env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "RLHF_TRACEBACK": "1"},
+        )
+        family.start()
+        return family, phases
+
+    def _kill(self, family: Family, phases: PhaseFile, output: Path, life: int, *, resume: bool) -> Kill | None:
+        """Kill at a random moment of the next phase on the list; None if the run ended before."""
+        begin, root = time.monotonic(), family.root
+        assert root is not None
+        how, asked = self.hows[self._killed % len(self.hows)], self._next_phase(resume=resume)
+        if asked == "start":
+            self._sleep(self.random.uniform(0.0, self._start_s), root)
+        else:
+            times = self.random.choice((1, 1, 2, 3)) if asked not in ("restore", "export", "closing") else 1
+            while root.poll() is None and not (phases.now == asked and phases.entered(asked) >= times):
+                time.sleep(0.0005)
+                if asked == "restore" and phases.entered("stepping"):
+                    break  # it began anew
+            # Anywhere in a phase: most are shorter than this, some are longer.
+            self._sleep(self.random.choice((0.0, 0.002, 0.01, 0.05, 0.2)) * self.random.random(), root)
+        if root.poll() is not None:
+            return None
+        phase, seconds = phases.now, time.monotonic() - begin
+        kill = Kill(form=self.form.name, life=life, how=how, asked=asked, phase=phase, step=0, seconds=seconds)
+        self._end(family, kill)
+        kill.step = _steps(output)
+        self._killed += 1
+        return kill
+
+    def _end(self, family: Family, kill: Kill) -> None:
+        root = family.root
+        assert root is not None
+        if kill.how == "all":
+            family.kill()
+            return
+        if kill.how == "command":
+            family.kill_root()
+        else:
+            family.members()
+            family.send(signal.SIGTERM)
+            begin = time.monotonic()
+            root.wait(timeout=120)
+            kill.exit_code = root.returncode
+            kill.seconds = time.monotonic() - begin
+        kill.until_gone_s, kill.stayed = family.seconds_until_gone(limit_s=60)
+        family.kill()
+
+    def _next_phase(self, *, resume: bool) -> str:
+        """Every phase once, in a random order, then again."""
+        if not self._phases:
+            self._phases = self.random.sample(self.form.phases, len(self.form.phases))
+        for place, phase in enumerate(self._phases):
+            if resume or phase != "restore":
+                return self._phases.pop(place)
+        self._phases = []
+        return "start"
+
+    def _had_nothing_to_resume(self, family: Family) -> bool:
+        return (
+            family.root is not None
+            and family.root.returncode == 2
+            and "nothing to resume" in family.log.read_text()
+        )
+
+    def _sleep(self, seconds: float, root: Any) -> None:
+        until = time.monotonic() + seconds
+        while root.poll() is None and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.05))
+
+    def _scratch(self) -> set[str]:
+        """What lies in shared memory and among the temporary files, where both are this campaign's alone."""
+        if not self.private:
+            return set()
+        found = {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).iterdir()}
+        return found - {f"/tmp/torchinductor_{getpass.getuser()}"}  # torch's cache, for all runs of a user
+
+
+def _steps(output: Path) -> int:
+    file = output / "metrics.jsonl"
+    rows = read_metrics(file) if file.exists() else []
+    return max((int(row["step"]) for row in rows), default=0)
+
+
+def report(lives: Sequence[Life]) -> str:
+    """What a campaign found, as text."""
+    kills = [kill for life in lives for kill in life.kills]
+    names = sorted({kill.form for kill in kills})
+    wrong = sum(bool(life.differences) for life in lives), sum(bool(life.faults) for life in lives)
+    lines = [
+        f"{len(kills)} kills in {len(lives)} runs, {sum(life.resumes for life in lives)} resumes, "
+        f"{sum(life.begun_anew for life in lives)} begun anew",
+        f"runs with a differing bit: {wrong[0]}; with a lost or doubled prompt or a failed start: {wrong[1]}",
+        "| phase | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for phase in dict.fromkeys(kill.phase for kill in kills):
+        counts = [sum(kill.phase == phase and kill.form == name for kill in kills) for name in names]
+        lines.append(f"| {phase} | " + " | ".join(map(str, counts)) + " |")
+    for how in ("command", "SIGTERM"):
+        waits = [kill.until_gone_s for kill in kills if kill.how == how and kill.until_gone_s is not None]
+        if waits:
+            lines.append(f"{how}: what it had started was gone after {min(waits):.1f} to {max(waits):.1f} s")
+    for life in lives:
+        for what, found in (("differs", life.differences), ("fault", life.faults), ("left", life.left)):
+            lines += [f"{life.form} {life.life}: {what}: {line}" for line in found]
+        lines += [f"{life.form} {life.life}: stayed: {kill.stayed}" for kill in life.kills if kill.stayed]
+    return "\n".join(lines)
+
+
+def write_life(life: Life, path: Path) -> None:
+    """Add a run to a file of results, a JSON line each."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(life)) + "\n")
+
+
+def read_lives(path: Path) -> list[Life]:
+    """The runs of a file of results."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [Life(**{**row, "kills": [Kill(**kill) for kill in row["kills"]]}) for row in rows]
