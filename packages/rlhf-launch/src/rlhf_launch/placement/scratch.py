@@ -43,8 +43,10 @@ class ScratchFolder:
         os.rename(unnamed, self.path / _OWNER)
         command = [sys.executable, "-I", "-S", __file__, str(self.path)]
         # Whoever reads what this process prints must not wait for the guard, too.
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **silent)
+        nowhere = subprocess.DEVNULL
+        self._guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+        )
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the folder, or `keep` it until the next start; may be called twice."""
