@@ -68,3 +68,26 @@ def test_other_errors_go_on_as_they_are(tmp_path, error):
     expected = ResourceError if isinstance(error, ValueError) else type(error)
     with pytest.raises(expected), naming_full_disk(tmp_path):
         raise error
+
+
+def test_an_open_file_of_a_disk_that_turned_read_only_is_named_by_its_folder(tmp_path):
+    with (
+        pytest.raises(ResourceError, match="cannot be written: read-only file system") as caught,
+        naming_full_disk(tmp_path),
+    ):
+        raise OSError(errno.EROFS, "Read-only file system")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_what_the_first_error_notes_outlives_a_file_that_cannot_be_closed(tmp_path):
+    def fail():
+        first = OSError(errno.ENOSPC, "No space left on device")
+        first.add_note("--resume continues")
+        try:
+            raise first
+        finally:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ResourceError, match="the disk is full") as caught, naming_full_disk(tmp_path):
+        fail()
+    assert caught.value.__notes__ == ["--resume continues"]

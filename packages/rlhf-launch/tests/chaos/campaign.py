@@ -121,8 +121,8 @@ class Campaign:
         record = Life(form=self.form.name, life=life)
         output = self.folder / f"{self.form.name}-{life}"
         shutil.rmtree(output, ignore_errors=True)
-        resume = False
-        while len(record.kills) < kills:
+        resume = done = False
+        while len(record.kills) < kills and not done:
             family, phases = self._start(output, resume=resume)
             kill = self._kill(family, phases, output, life, resume=resume)
             if kill is not None:
@@ -134,7 +134,7 @@ class Campaign:
                     + (f", exit {kill.exit_code}" if kill.exit_code is not None else "")
                 )
             elif family.root is not None and family.root.returncode == 0:
-                break  # it was done before the moment came
+                done = True  # before the moment came
             elif not self._had_nothing_to_resume(family):
                 record.faults.append(f"a start failed: {family.log.read_text()[-1500:]}")
                 return record
@@ -144,7 +144,8 @@ class Campaign:
                 continue
             record.resumes += resume
             resume = True
-        record.resumes += self._finish(output, record, resume=resume)
+        if not done:
+            record.resumes += self._finish(output, record, resume=resume)
         if not record.faults:
             self._judge(record, output)
         record.seconds = time.monotonic() - begin

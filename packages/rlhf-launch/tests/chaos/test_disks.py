@@ -29,7 +29,7 @@ def disk(tmp_path):
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"mounting a file system takes root: {error}")
     yield folder
-    subprocess.run(["umount", "--recursive", str(folder)], check=True)
+    subprocess.run(["umount", "--recursive", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

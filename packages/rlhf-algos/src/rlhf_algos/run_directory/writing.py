@@ -38,7 +38,8 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
         if (message := writing_problem(error, folder)) is None:
             raise
         found = ResourceError(message)
-        for note in getattr(error, "__notes__", []):
+        # A file that cannot be closed either may have taken the place of the error that ended the run.
+        for note in dict.fromkeys(note for cause in _causes(error) for note in getattr(cause, "__notes__", [])):
             found.add_note(note)
         raise found from error
 
@@ -50,13 +51,20 @@ def writing_problem(error: BaseException, folder: Path) -> str | None:
         full = isinstance(cause, OSError) and cause.errno in _FULL
         if full or any(words in text for words in _WORDS + _TORCH_WORDS):
             return _full_message(cause, folder)
-        if isinstance(cause, OSError) and cause.errno in _REFUSED and _inside(cause.filename, folder):
+        if isinstance(cause, OSError) and _refuses(cause, folder):
             reason = os.strerror(cause.errno or 0)
             return (
-                f"{str(cause.filename)!r} cannot be written: {reason.lower()}; mend its permissions, or give "
-                "another output"
+                f"{str(cause.filename or folder)!r} cannot be written: {reason.lower()}; mend its permissions, or "
+                "give another output"
             )
     return None
+
+
+def _refuses(error: OSError, folder: Path) -> bool:
+    """Whether the folder refuses writers; an open file does not say its name when its disk turns read-only."""
+    if error.errno == errno.EROFS and error.filename is None:
+        return True
+    return error.errno in _REFUSED and _inside(error.filename, folder)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -105,9 +106,10 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
-        self._writer.close()
-        self._samples.close()
+        with ExitStack() as stack:  # a full disk must not keep one of them open
+            stack.callback(self._samples.close)
+            stack.callback(self._writer.close)
+            stack.callback(self._progress.stop)
 
 
 def plot_run(metrics_path: Path, image_path: Path) -> None:

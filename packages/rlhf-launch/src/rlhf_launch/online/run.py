@@ -21,7 +21,7 @@ from rlhf_algos import (
     run_fingerprint,
     with_restarts,
 )
-from rlhf_core import RLHFError, StopRequest
+from rlhf_core import StopRequest
 
 from rlhf_launch.config.paths import absolute
 from rlhf_launch.config.rollout import Overlap
@@ -170,7 +170,7 @@ def _saved_on_early_end(run: OnlineRun) -> Iterator[None]:
     except Exception as error:
         try:
             save_early_end(run)
-        except (RLHFError, OSError) as failure:
+        except Exception as failure:  # of whatever kind: what ended the run is what it is about
             error.add_note(f"the state after step {run.state.step} could not be saved: {failure}")
         steps, newest = run.schedule.steps, run.state.newest
         if newest:
