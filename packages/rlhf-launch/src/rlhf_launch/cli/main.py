@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rlhf_core import ConfigError
 
+from rlhf_launch.cli.compare import compare
 from rlhf_launch.cli.configuration import init
 from rlhf_launch.cli.doctor import doctor
 from rlhf_launch.cli.errors import run_command
@@ -162,6 +163,7 @@ def _refuse_others(path: Path, card: Path) -> None:
         )
 
 
+app.command()(compare)
 app.command()(init)
 app.command()(generate)
 app.command()(offline)
