@@ -14,6 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_launch.bundles.bundle import Bundle, read_bundle
+    from rlhf_launch.comparison.compare import Comparison, compare_runs
+    from rlhf_launch.comparison.history import History, read_histories, store_histories
+    from rlhf_launch.config.bundles import BundleSection
     from rlhf_launch.config.generate import GenerateConfig
     from rlhf_launch.config.reward import RewardSection
     from rlhf_launch.config.rollout import DynamicSampling, Overlap, RolloutSection
@@ -64,6 +68,10 @@ if TYPE_CHECKING:
     from rlhf_launch.workers.waits import Waits, WorkerLostError
 
 _MODULES = {
+    "bundles.bundle": ("Bundle", "read_bundle"),
+    "comparison.compare": ("Comparison", "compare_runs"),
+    "comparison.history": ("History", "read_histories", "store_histories"),
+    "config.bundles": ("BundleSection",),
     "config.generate": ("GenerateConfig",),
     "config.reward": ("RewardSection",),
     "config.rollout": ("DynamicSampling", "Overlap", "RolloutSection"),
@@ -117,8 +125,11 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AlgorithmSection",
+    "Bundle",
+    "BundleSection",
     "CheckedReward",
     "CollectReport",
+    "Comparison",
     "Diagnosis",
     "DynamicSampling",
     "Evaluation",
@@ -133,6 +144,7 @@ __all__ = [
     "GroupSampler",
     "Handle",
     "HeldOut",
+    "History",
     "Inputs",
     "Ledger",
     "LedgerLimits",
@@ -177,6 +189,7 @@ __all__ = [
     "check_mismatch",
     "check_reward",
     "collate_groups",
+    "compare_runs",
     "engine_plans",
     "episode_sampler",
     "generate",
@@ -188,6 +201,8 @@ __all__ = [
     "pass_at_k",
     "plot_run",
     "rank_plans",
+    "read_bundle",
+    "read_histories",
     "read_prompts",
     "request_seed",
     "response_sampler",
@@ -196,6 +211,7 @@ __all__ = [
     "schedule_of",
     "staleness",
     "start_workers",
+    "store_histories",
     "train",
     "train_offline",
     "trajectories_of",
