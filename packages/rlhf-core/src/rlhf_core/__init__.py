@@ -94,7 +94,7 @@ from rlhf_core.plugins import (
 from rlhf_core.progress import note_progress, noted_progress
 from rlhf_core.stopping import STOP_SIGNALS, StopRequest
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
-from rlhf_core.training.dealing import deal
+from rlhf_core.training.dealing import deal, deal_units, order_in_groups
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch, units_together
 from rlhf_core.training.random_state import RandomState
@@ -271,6 +271,7 @@ __all__ = [
     "cut_batch",
     "damage_error",
     "deal",
+    "deal_units",
     "dequantized",
     "did_you_mean",
     "entropy_from_logits",
@@ -299,6 +300,7 @@ __all__ = [
     "note_progress",
     "noted_progress",
     "open_sender",
+    "order_in_groups",
     "outline",
     "pad_rows",
     "plugin_names",

@@ -63,10 +63,12 @@ def cut_micro_batches(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    tokens: int
-    prompt: bytes
-    prompt_tokens: int
+class RowPrompt:
+    """What stands before the first counted token of a row; all of a row without one."""
+
+    tokens: bytes
+    """Equal for rows with the same prompt."""
+    length: int
 
 
 def cut_batch(batch: Batch, budget: int | TokenBudget) -> list[list[int]]:
@@ -116,44 +118,41 @@ def units_together(batch: Batch) -> list[list[int]]:
 
 
 def _cut(batch: Batch, budget: TokenBudget) -> list[list[int]]:
-    rows, size = _rows(batch), batch.rows_per_unit
-    groups = [rows[start].prompt for start in range(0, batch.rows, size)]
+    lengths, prompts, size = batch.lengths.tolist(), prompts_of(batch), batch.rows_per_unit
+    groups = [prompts[start].tokens for start in range(0, batch.rows, size)]
     if budget.counts == "padded":
-        lengths = [row.tokens for row in rows]
         return cut_micro_batches(lengths, rows_per_unit=size, max_tokens=budget.tokens, groups=groups)
-    units = [rows[start : start + size] for start in range(0, batch.rows, size)]
+    units = [slice(start, start + size) for start in range(0, batch.rows, size)]
     cut: list[list[int]] = []
     used, seen = 0, set[bytes]()
     # One micro-batch after the other, in the order that padded ones have.
-    (order,) = cut_micro_batches(
-        [row.tokens for row in rows], rows_per_unit=size, max_tokens=1 << 62, groups=groups
-    ) or [[]]
+    (order,) = cut_micro_batches(lengths, rows_per_unit=size, max_tokens=1 << 62, groups=groups) or [[]]
     for unit in order:
-        share = budget.counts == "shared"
-        cost = _cost(units[unit], seen if share else None)
+        its, rows, share = prompts[units[unit]], lengths[units[unit]], budget.counts == "shared"
+        cost = _cost(rows, its, seen if share else None)
         if not cut or used + cost > budget.tokens:
             cut.append([])
             used, seen = 0, set()
-            cost = _cost(units[unit], seen if share else None)
+            cost = _cost(rows, its, seen if share else None)
         cut[-1].append(unit)
         used += cost
-        seen |= {row.prompt for row in units[unit]}
+        seen |= {prompt.tokens for prompt in its}
     return cut
 
 
-def _rows(batch: Batch) -> list[_Row]:
-    lengths, tokens = batch.lengths.tolist(), batch.token_ids.cpu()
-    counted = batch.response_mask.int()
-    prompts = torch.where(counted.any(dim=1), counted.argmax(dim=1), batch.lengths).tolist()
+def prompts_of(batch: Batch) -> list[RowPrompt]:
+    """The prompt of every row."""
+    tokens, counted = batch.token_ids.cpu(), batch.response_mask.int()
+    lengths = torch.where(counted.any(dim=1), counted.argmax(dim=1), batch.lengths).tolist()
     return [
-        _Row(tokens=length, prompt=tokens[row, :prompt].numpy().tobytes(), prompt_tokens=min(prompt, length))
-        for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True))
+        RowPrompt(tokens=tokens[row, :length].numpy().tobytes(), length=length)
+        for row, length in enumerate(lengths)
     ]
 
 
-def _cost(unit: Sequence[_Row], seen: set[bytes] | None) -> int:
-    """Tokens that the unit adds to a micro-batch that has run the prompts in `seen`; None shares nothing."""
+def _cost(lengths: Sequence[int], prompts: Sequence[RowPrompt], seen: set[bytes] | None) -> int:
+    """Tokens that a unit's rows add to a micro-batch that has run the prompts in `seen`; None shares nothing."""
     if seen is None:
-        return sum(row.tokens for row in unit)
-    fresh = {row.prompt: row.prompt_tokens for row in unit if row.prompt not in seen}
-    return sum(row.tokens - row.prompt_tokens for row in unit) + sum(fresh.values())
+        return sum(lengths)
+    fresh = {prompt.tokens: prompt.length for prompt in prompts if prompt.tokens not in seen}
+    return sum(lengths) - sum(prompt.length for prompt in prompts) + sum(fresh.values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from rlhf_algos import KLController, Recipe
-from rlhf_core import Batch, Mean, StepReport
+from rlhf_core import Batch, Mean, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
@@ -30,15 +30,19 @@ class UpdatePlan:
     seed: int = 0
     """Seed of the order of the samples."""
 
-    def order(self, rows: int, step: int, *, ranks: int) -> Order:
-        """The rows of each optimizer step of all passes, for the samples of the step after `step` steps."""
+    def order(self, groups: Sequence[int], step: int, *, ranks: int) -> Order:
+        """The rows of each optimizer step of all passes, for the samples of the step after `step` steps.
+
+        Rows of one group, which share a prompt, are in one portion wherever there are enough groups: the prompt is
+        run once for them.
+        """
         drawn: Order = []
         for epoch in range(self.epochs):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 101 + epoch)
-            order = torch.randperm(rows, generator=generator).tolist()
+            order = torch.randperm(len(groups), generator=generator).tolist()
             # A step that dynamic sampling left short has fewer minibatches, so that every rank has a row in each.
-            parts = max(1, min(self.minibatches, rows // ranks))
-            drawn += [order[part::parts] for part in range(parts)]
+            parts = max(1, min(self.minibatches, len(groups) // ranks))
+            drawn += order_in_groups(groups, parts, order)
         return drawn
 
 
@@ -109,7 +113,7 @@ class Trainer:
         trace = trace or StepTrace(step=step + 1, groups=())
         policy_loss, value_loss = self.recipe.policy_loss(self.kl.value), self.recipe.value_loss()
         if trace.order is None:
-            trace.order = self.plan.order(batch.rows, step, ranks=self.policy.ranks)
+            trace.order = self.plan.order(batch["group_ids"].tolist(), step, ranks=self.policy.ranks)
         for rows in trace.order:
             minibatch = batch.select(rows)
             if self.critic is not None and value_loss is not None:

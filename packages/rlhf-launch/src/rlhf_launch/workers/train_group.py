@@ -19,7 +19,7 @@ from rlhf_core import (
     StepReport,
     TokenRows,
     WeightManifest,
-    deal,
+    deal_units,
     units_together,
 )
 
@@ -212,11 +212,9 @@ class TrainGroup:
         return enough.with_columns(**{RUN_TOGETHER: enough[RUN_TOGETHER] + shift})
 
     def _deal(self, batch: Batch) -> list[list[int]]:
-        """Rows of each rank; units that run together go to one."""
-        size, lengths = batch.rows_per_unit, batch.unit_lengths
-        parts = units_together(batch)
-        dealt = deal([sum(lengths[unit] for unit in part) for part in parts], self.ranks, even=True)
-        return [[unit * size + i for item in items for unit in parts[item] for i in range(size)] for items in dealt]
+        """Rows of each rank; units that run together go to one, those with one prompt where balance allows it."""
+        size = batch.rows_per_unit
+        return [[unit * size + i for unit in units for i in range(size)] for units in deal_units(batch, self.ranks)]
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         return self._gather([handle.call(method, *args) for handle in self._handles], what)
