@@ -75,6 +75,7 @@ def test_all_is_sorted_and_pinned():
         "check_inputs",
         "check_mismatch",
         "check_reward",
+        "close_workers",
         "collate_groups",
         "compare_runs",
         "engine_plans",

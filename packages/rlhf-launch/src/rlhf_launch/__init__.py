@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from rlhf_launch.weight_sync.replacement import RolloutReplacement
     from rlhf_launch.weight_sync.report import SyncReport
     from rlhf_launch.weight_sync.sync import WeightSync
-    from rlhf_launch.workers.handles import Handle, LocalHandle
+    from rlhf_launch.workers.handles import Handle, LocalHandle, close_workers
     from rlhf_launch.workers.pulse import Pulse
     from rlhf_launch.workers.rollout_pool import RolloutPool
     from rlhf_launch.workers.train_group import TrainGroup
@@ -115,7 +115,7 @@ _MODULES = {
     "weight_sync.replacement": ("RolloutReplacement",),
     "weight_sync.report": ("SyncReport",),
     "weight_sync.sync": ("WeightSync",),
-    "workers.handles": ("Handle", "LocalHandle"),
+    "workers.handles": ("Handle", "LocalHandle", "close_workers"),
     "workers.pulse": ("Pulse",),
     "workers.rollout_pool": ("RolloutPool",),
     "workers.train_group": ("TrainGroup",),
@@ -188,6 +188,7 @@ __all__ = [
     "check_inputs",
     "check_mismatch",
     "check_reward",
+    "close_workers",
     "collate_groups",
     "compare_runs",
     "engine_plans",
