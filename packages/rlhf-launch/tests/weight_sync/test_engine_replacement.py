@@ -57,15 +57,25 @@ class Engine:
         pass
 
 
-class Executor:
-    """Restarts healthy engines, or ones that die at once."""
+class Broken:
+    """Cannot start."""
 
-    def __init__(self, dies_at=None):
+    async def start(self):
+        raise RuntimeError("CUDA out of memory")
+
+
+class Executor:
+    """Restarts healthy engines, or ones that die at once, after so many that cannot start."""
+
+    def __init__(self, dies_at=None, broken=0):
         self.restarted, self.engines = [], []
         self.dies_at = dies_at
+        self.broken = broken
 
     def restart(self, name):
         self.restarted.append(name)
+        if len(self.restarted) <= self.broken:
+            return LocalHandle(name, Broken)
         self.engines.append(Engine(self.dies_at))
         return LocalHandle(name, lambda engine=self.engines[-1]: engine)
 
@@ -231,3 +241,82 @@ def test_a_dead_engine_is_left_out_of_a_pause(make_pool):
     assert pool.live == [0]
     pool.resume()
     assert len(run_all(pool)) == 20
+
+
+def test_a_replacement_that_cannot_start_leaves_the_run_to_the_others(make_pool, caplog):
+    executor = Executor(broken=2)
+    pool, replacement, brought_up = make_pool(Engine(dies_at=1), Engine(), executor=executor, version=7)
+    run_all(pool)
+    for tries in (1, 2):
+        replacement()
+        assert len(executor.restarted) == tries
+        assert pool.live == [1]
+        assert "out of memory" in pool.lost[0]
+        assert len(run_all(pool)) == 20
+    assert "rollout engine 0 could not start (CUDA out of memory); 1 engine(s) at work, 1 repl" in caplog.text
+    replacement()  # the third works
+    assert brought_up == [0]
+    assert pool.live == [0, 1]
+
+
+def test_without_replacements_left_the_others_go_on(make_pool):
+    executor = Executor(broken=9)
+    pool, replacement, _ = make_pool(Engine(dies_at=1), Engine(), executor=executor, limit=2, version=7)
+    run_all(pool)
+    for _ in range(4):
+        replacement()
+    assert len(executor.restarted) == 2
+    assert len(run_all(pool)) == 20
+
+
+def test_only_without_any_engine_does_the_run_end_and_names_the_first_cause(make_pool):
+    executor = Executor(broken=9)
+    pool, _, _ = make_pool(Engine(dies_at=1), executor=executor, limit=2, version=7)
+    with pytest.raises(EngineDiedError, match=r"after 2 replacements.*engine 0 was lost because: out of memory"):
+        run_all(pool)
+    assert len(executor.restarted) == 2
+
+
+def test_a_slow_replacement_holds_up_nobody_while_others_are_at_work(make_pool):
+    slow = threading.Event()
+
+    class Slow(Engine):
+        async def start(self):
+            await asyncio.to_thread(slow.wait)
+            return 0.0
+
+    class SlowExecutor(Executor):
+        def restart(self, name):
+            self.restarted.append(name)
+            return LocalHandle(name, Slow)
+
+    executor = SlowExecutor()
+    pool, replacement, brought_up = make_pool(Engine(dies_at=1), Engine(), executor=executor, version=7)
+    run_all(pool)
+    replacement()
+    replacement()
+    assert executor.restarted == ["rollout-0"]
+    assert brought_up == []
+    assert len(run_all(pool)) == 20
+    slow.set()
+    replacement()
+    assert brought_up == [0]
+
+
+def test_one_that_is_still_coming_up_goes_with_the_run(make_pool):
+    class Never(Engine):
+        async def start(self):
+            await asyncio.sleep(3600)
+
+    class Waiting(Executor):
+        def restart(self, name):
+            self.engines.append(LocalHandle(name, Never))
+            return self.engines[-1]
+
+    executor = Waiting()
+    pool, replacement, _ = make_pool(Engine(dies_at=1), Engine(), executor=executor, version=7)
+    run_all(pool)
+    replacement()
+    replacement.stop()
+    with pytest.raises(EngineDiedError, match="closed"):
+        executor.engines[0].call("start")

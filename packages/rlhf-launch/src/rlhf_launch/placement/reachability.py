@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-_log = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _AT_ONCE = 32
@@ -70,7 +67,6 @@ class DoorWatch:
                 found = zip(doors, knockers.map(self._knock, doors), strict=True)
                 for door, why in [self._note(door, answer, begun) for door, answer in found]:
                     if why is not None and not self._closed.is_set():
-                        _log.warning("%s is lost: %s", door.name, why)
                         self._on_lost(door, why)
 
     def _knock(self, door: Door) -> str | None:

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import random
 import socket
+import struct
 
 import numpy
 import torch
 
+_SIOCGIFADDR = 0x8915
+_ADDRESS = "RLHF_HOST_ADDRESS"
+
 
 def host_address() -> str:
-    """The address under which other hosts reach this one; loopback outside a cluster."""
-    if (address := os.environ.get("RLHF_HOST_ADDRESS")) is not None:
+    """The address under which other hosts reach this one; loopback outside a cluster.
+
+    The variable RLHF_HOST_ADDRESS, else the one that the cluster knows, else the one of the host's name.
+    """
+    if address := os.environ.get(_ADDRESS):
         return address
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
+
+
+def use_address(address: str) -> None:
+    """Let `host_address` be the one under which the cluster knows this host, unless the user has named one.
+
+    Gloo looks for an interface by the host's name, which on many hosts means loopback; it gets that of the address.
+    """
+    os.environ.setdefault(_ADDRESS, address)
+    if (interface := _interface_of(os.environ[_ADDRESS])) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None if none has, or the system does not tell."""
+    for _, name in socket.if_nameindex():
+        request = struct.pack("256s", name.encode()[:15])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
+                return name
+    return None
 
 
 def seed_everything(seed: int) -> None:
