@@ -5,7 +5,7 @@ import time
 
 import pytest
 from rlhf_core import ConfigError, ResourceError
-from rlhf_launch.placement.ray import check_address
+from rlhf_launch.placement.ray_address import check_address
 
 
 @pytest.fixture

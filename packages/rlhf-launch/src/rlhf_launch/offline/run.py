@@ -19,7 +19,7 @@ from rlhf_core import (
 
 from rlhf_launch.placement.executor import Executor, WorkerRoom
 from rlhf_launch.placement.plans import rank_plans
-from rlhf_launch.placement.ray import check_address
+from rlhf_launch.placement.ray_address import check_address
 from rlhf_launch.placement.resolve import load_plugin_checked
 from rlhf_launch.placement.start import open_executor
 from rlhf_launch.workers.train_group import TrainGroup

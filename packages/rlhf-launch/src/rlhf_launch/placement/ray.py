@@ -1,72 +1,30 @@
-"""Workers as Ray actors: the one module that knows Ray."""
+"""Workers as actors of a Ray cluster, which is watched while they are there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlhf_core import STOP_SIGNALS, ConfigError, EngineDiedError, ResourceError
+from rlhf_core import STOP_SIGNALS, EngineDiedError, ResourceError
 
 from rlhf_launch.placement.executor import WorkerPlan
+from rlhf_launch.placement.ray_address import check_address
+from rlhf_launch.placement.ray_handle import PULSE, RayHandle
+from rlhf_launch.placement.reachability import Door, DoorWatch
 from rlhf_launch.placement.scratch import ScratchFolder
-from rlhf_launch.workers.handles import finished
-from rlhf_launch.workers.pulse import Pulse, attended
+from rlhf_launch.workers.pulse import attended
+from rlhf_launch.workers.waits import WorkerLostError
 
-_PROBE_S = 5.0
-_PULSE = "pulse"
-"""The threads of an actor that answer while its others are busy."""
-
-
-def check_address(address: str, *, timeout_s: float = _PROBE_S) -> None:
-    """Knock at a cluster's address before Ray does, which would try for minutes.
-
-    Args:
-        address: `host:port`, `ray://host:port`, `auto`, or `local`.
-        timeout_s: how long a connection may take.
-
-    Raises:
-        ConfigError: the text is no address.
-        ResourceError: nothing answers there.
-    """
-    if address == "local":
-        return
-    target = (_own_address() if address == "auto" else address).removeprefix("ray://")
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", target)
-    if found is None or not 0 < int(found[2]) < 65536:
-        raise ConfigError(
-            f"placement.ray_address={address!r} is no address of a Ray cluster; write host:port (the one that `ray "
-            "start` prints), ray://host:port, or auto, or leave it out to start a local cluster"
-        )
-    try:
-        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=timeout_s).close()
-    except OSError as error:
-        raise ResourceError(
-            f"placement.ray_address={address!r}: nothing answers at {target} ({error}); start the cluster (`ray "
-            "start --head`), mend the address, or leave it out to start a local one"
-        ) from None
-
-
-def _own_address() -> str:
-    """The cluster that `auto` means: that of the variable RAY_ADDRESS, or the one that runs on this host."""
-    if named := os.environ.get("RAY_ADDRESS"):
-        return named
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    try:
-        return note.read_text().strip()
-    except OSError:
-        raise ResourceError(
-            "placement.ray_address=auto, but no Ray cluster runs on this host and RAY_ADDRESS is not set; start "
-            "one (`ray start --head`), write its host:port, or leave the key out to start a local one"
-        ) from None
+_HEAD = "head"
+_OWN_HEAD_S = 3.0
+_HEAD_S = 40.0
+"""How long nothing may listen at the head of a cluster; after 60 s Ray ends this process with a line of C++."""
 
 
 class RayCluster:
@@ -90,8 +48,15 @@ class RayCluster:
 
         self._ray = ray
         self._timeout_s = timeout_s
+        self._address = address
         self._group: Any = None
         self._slots: dict[str, tuple[int, WorkerPlan]] = {}
+        self._handles: list[RayHandle] = []
+        self._nodes: dict[Door, str] = {}
+        """The node behind the door of each raylet, and of the head (`_HEAD`)."""
+        self._lost: WorkerLostError | None = None
+        """Why nothing can be done here any more."""
+        self._watch = DoorWatch(self._lose)
         self._owned = not ray.is_initialized()
         if self._owned:
             self._start(address)
@@ -149,6 +114,7 @@ class RayCluster:
         from ray.util.placement_group import placement_group
 
         self.check_resources(plans)
+        self._watch_doors()
         bundles = [{"CPU": plan.cpus, **({"GPU": plan.gpus} if plan.gpus else {})} for plan in plans]
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=self._timeout_s):
@@ -160,7 +126,14 @@ class RayCluster:
         return [self._start_worker(plan.name) for plan in plans]
 
     def restart(self, name: str) -> RayHandle:
-        """Start a worker anew in the room of the one of this name, which must be gone or about to go."""
+        """Start a worker anew in the room of the one of this name, which must be gone or about to go.
+
+        Raises:
+            WorkerLostError: the cluster is gone.
+        """
+        if self._lost is not None:
+            raise self._lost
+        self._watch_doors()
         return self._start_worker(name)
 
     def _start_worker(self, name: str) -> RayHandle:
@@ -177,9 +150,54 @@ class RayCluster:
         }
         if plan.concurrency is not None:
             options["max_concurrency"] = plan.concurrency
-        actor = self._ray.remote(concurrency_groups={_PULSE: 1})(attended(plan.worker))  # type: ignore[call-overload]
+        actor = self._ray.remote(concurrency_groups={PULSE: 1})(attended(plan.worker))  # type: ignore[call-overload]
         actor = actor.options(**options).remote(*plan.arguments)
-        return RayHandle(name, actor, logs=self._logs, on_death=self._deaths.append)
+        handle = RayHandle(name, actor, logs=self._logs, on_death=self._deaths.append)
+        if not self._through_client:
+            handle.find_place()
+        self._handles.append(handle)
+        return handle
+
+    @property
+    def _through_client(self) -> bool:
+        """Whether a Ray client stands between this process and the cluster, whose hosts it cannot reach."""
+        return (self._address or "").startswith("ray://")
+
+    def _watch_doors(self) -> None:
+        """Knock at Ray's head and at every host from now on, those that have joined since last time included."""
+        if self._through_client:
+            return
+        known = set(self._nodes.values())
+        if _HEAD not in known:
+            host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+            # A head that we have started is never started again; one of a cluster may be, within Ray's own minute.
+            patience = _OWN_HEAD_S if self._address is None else _HEAD_S
+            door = Door(name=f"Ray's head at {host}", host=host.strip("[]"), port=int(port), refused_s=patience)
+            self._nodes[door] = _HEAD
+        for node in self._ray.nodes():
+            if node["Alive"] and node["NodeID"] not in known:
+                host = node["NodeManagerAddress"]
+                door = Door(name=f"host {host}", host=host, port=node["NodeManagerPort"])
+                self._nodes[door] = node["NodeID"]
+        self._watch.add(self._nodes)
+
+    def _lose(self, door: Door, why: str) -> None:
+        """Let every call to the workers behind a door fail that stays shut, now and later."""
+        node = self._nodes[door]
+        if node == _HEAD:
+            self._lost = WorkerLostError(f"{door.name} is gone, and with it the cluster: {why}")
+        elif node == self._ray.get_runtime_context().get_node_id():
+            self._lost = WorkerLostError(
+                f"Ray's raylet on this host ({door.host}) is gone, and with it all workers of this process: {why}"
+            )
+        if self._lost is not None and self._logs is not None:
+            self._deaths.append(door.name)
+            self._lost.add_note(f"Ray's logs are in {self._logs} until the next run starts")
+        for handle in self._handles:
+            if self._lost is not None:
+                handle.lose(self._lost)
+            elif handle.place is not None and handle.place.node == node:
+                handle.lose(EngineDiedError(f"{handle.described} is lost with its host: {why}"))
 
     def _env_vars(self, plan: WorkerPlan) -> dict[str, str]:
         """What the plan says; and a worker's temporary files go with the cluster, however either ends."""
@@ -198,18 +216,31 @@ class RayCluster:
         Ray's folder goes with it, unless the run fails and a worker has died: its log lies there until the next
         start.
         """
-        if self._group is not None:
+        self._watch.close()
+        if self._group is not None and self._lost is None:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self._group)
-            self._group = None
+        self._group = None
         if not self._owned:
             return
         if self._ray.is_initialized():
-            self._ray.shutdown()
+            self._shut_down()
         if self._scratch is not None:
             self._scratch.close(keep=bool(self._deaths) and sys.exc_info()[0] is not None)
             RayCluster._scratch = None
+
+    def _shut_down(self) -> None:
+        here = self._ray.get_runtime_context().get_node_id()
+        if self._lost is not None and self._scratch is not None:
+            # Without its head Ray would wait for answers that do not come.
+            self._scratch.end_writers()
+        self._ray.shutdown()
+        if self._scratch is not None:
+            self._scratch.end_writers()  # workers that stand still, or whose raylet is gone
+        for handle in self._handles:
+            if handle.place is not None and handle.place.node == here:
+                handle.place.kill()
 
 
 @contextlib.contextmanager
@@ -224,90 +255,6 @@ def _keeping_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class RayHandle:
-    """A worker in a Ray actor."""
-
-    def __init__(
-        self,
-        name: str,
-        actor: Any,
-        *,
-        logs: Path | None = None,
-        on_death: Callable[[str], None] = lambda name: None,
-    ) -> None:
-        """Call an actor.
-
-        Args:
-            name: of the worker.
-            actor: Ray's handle.
-            logs: where its process writes its logs, if that is known.
-            on_death: is told the name of a worker whose process died.
-        """
-        self.name = name
-        self._actor = actor
-        self._logs, self._on_death = logs, on_death
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See handles.Handle; errors arrive as the worker raised them."""
-        return self._settled(method, getattr(self._actor, method).remote(*args, **kwargs).future())
-
-    def _settled(self, method: str, raw: Future[Any]) -> Future[Any]:
-        """The future of a call, with errors as the worker raised them."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-
-        def settle(done: Future[Any]) -> None:
-            error = done.exception()
-            if error is None:
-                future.set_result(done.result())
-                return
-            try:
-                error = _first_cause(self.name, method, error)
-                if isinstance(error, EngineDiedError) and self._actor is not None:
-                    self._on_death(self.name)
-                    if self._logs is not None:
-                        error.add_note(f"the logs of {self.name} are in {self._logs} until the next run starts")
-            finally:  # whatever happens here, the caller must hear of the failure
-                future.set_exception(error)
-
-        raw.add_done_callback(settle)
-        return future
-
-    def pulse(self) -> Future[Pulse]:
-        """See Handle."""
-        if self._actor is None:
-            raise EngineDiedError(f"{self.name} is closed")
-        return self._settled("pulse", self._actor.pulse.options(concurrency_group=_PULSE).remote().future())
-
-    def begin_close(self) -> Future[Any]:
-        """See Handle."""
-        return finished(None) if self._actor is None else self.call("close")
-
-    def end(self) -> None:
-        """See Handle."""
-        if self._actor is None:
-            return
-        import ray
-
-        actor, self._actor = self._actor, None
-        ray.kill(actor)
-
-
-def _first_cause(name: str, method: str, error: BaseException) -> BaseException:
-    """The exception that the worker raised, without Ray's wrapper around it."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    if isinstance(error, RayTaskError):
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, BaseException):
-            cause.add_note(f"raised by {name} in {method}; its traceback:\n{error}")
-            return cause
-        return error
-    if isinstance(error, RayActorError):
-        return EngineDiedError(f"{name} died during {method}: {error}")
-    return error
 
 
 def _object_store_bytes() -> int:

@@ -25,11 +25,27 @@ PULSE = "pulse"
 class RayHandle:
     """A worker in a Ray actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        *,
+        logs: Path | None = None,
+        on_death: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Call an actor.
+
+        Args:
+            name: of the worker.
+            actor: Ray's handle.
+            logs: where its process writes its logs, if that is known.
+            on_death: is told the name of a worker whose process died.
+        """
         self.name = name
         self.place: Place | None = None
         """Where it runs, once its process is up and has said so."""
         self._actor = actor
+        self._logs, self._on_death = logs, on_death
         self._lock = threading.Lock()
         self._under_way: set[Future[Any]] = set()
         self._lost: EngineDiedError | None = None
@@ -74,6 +90,10 @@ class RayHandle:
                 return
             try:
                 error = _first_cause(self.described, method, error)
+                if isinstance(error, EngineDiedError) and self._actor is not None:
+                    self._on_death(self.name)
+                    if self._logs is not None:
+                        error.add_note(f"the logs of {self.name} are in {self._logs} until the next run starts")
             finally:  # whatever happens here, the caller must hear of the failure
                 future.set_exception(error)
 
@@ -114,9 +134,9 @@ class RayHandle:
             return
         import ray
 
+        actor, self._actor = self._actor, None
         if self._lost is None:  # else Ray may wait for an answer that will not come
-            ray.kill(self._actor)
-        self._actor = None
+            ray.kill(actor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, DType, PluginError, Resou
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
 from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.placement.ray import check_address
+from rlhf_launch.placement.ray_address import check_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

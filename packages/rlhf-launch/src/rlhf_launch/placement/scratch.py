@@ -48,6 +48,10 @@ class ScratchFolder:
             command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
         )
 
+    def end_writers(self) -> None:
+        """End every other process that writes into the folder, whatever state it is in."""
+        _end_writers(self.path)
+
     def close(self, *, keep: bool = False) -> None:
         """Remove the folder, or `keep` it until the next start; may be called twice."""
         if self._lock is None:
