@@ -50,9 +50,22 @@ def test_auto_looks_where_ray_does(monkeypatch, tmp_path, listener, closed_port)
     check_address("auto")
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("rlhf_launch.placement.ray_address._PROCESSES", tmp_path / "proc")
     with pytest.raises(ResourceError, match="no Ray cluster runs on this host"):
         check_address("auto")
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")
     with pytest.raises(ResourceError, match="nothing answers"):
         check_address("auto")
+
+
+def test_auto_finds_a_cluster_with_a_folder_of_its_own_by_its_raylet(monkeypatch, tmp_path, listener):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("rlhf_launch.placement.ray_address._PROCESSES", tmp_path)
+    for number, command in enumerate(
+        ["/usr/bin/less\0--gcs-address=1.2.3.4:5\0", f"/ray/raylet\0--x=1\0--gcs-address=127.0.0.1:{listener}\0"]
+    ):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "cmdline").write_text(command)
+    check_address("auto")

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_core import ConfigError, ResourceError
 
 _PROBE_S = 5.0
+_PROCESSES = Path("/proc")
 
 
 def check_address(address: str, *, timeout_s: float = _PROBE_S) -> None:
@@ -49,7 +50,21 @@ def _own_address() -> str:
     try:
         return note.read_text().strip()
     except OSError:
+        # A cluster that was started with a folder of its own (`ray start --temp-dir`) leaves no note there.
+        for command in _PROCESSES.glob("[0-9]*/cmdline"):
+            if (address := _address_of_raylet(command)) is not None:
+                return address
         raise ResourceError(
             "placement.ray_address=auto, but no Ray cluster runs on this host and RAY_ADDRESS is not set; start "
             "one (`ray start --head`), write its host:port, or leave the key out to start a local one"
         ) from None
+
+
+def _address_of_raylet(command: Path) -> str | None:
+    """The address of the cluster that a process belongs to, if it is a raylet."""
+    try:
+        program, *arguments = command.read_text(errors="replace").split("\0")
+    except OSError:
+        return None
+    found = [argument for argument in arguments if argument.startswith("--gcs-address=")]
+    return found[0].partition("=")[2] if found and Path(program).name == "raylet" else None

@@ -64,7 +64,10 @@ class DoorWatch:
                 with self._lock:
                     doors = list(self._shut)
                 begun = time.monotonic()
-                found = zip(doors, knockers.map(self._knock, doors), strict=True)
+                try:
+                    found = zip(doors, knockers.map(self._knock, doors), strict=True)
+                except RuntimeError:  # the interpreter ends
+                    return
                 for door, why in [self._note(door, answer, begun) for door, answer in found]:
                     if why is not None and not self._closed.is_set():
                         self._on_lost(door, why)
