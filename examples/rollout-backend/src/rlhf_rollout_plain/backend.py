@@ -29,6 +29,7 @@ from rlhf_core import (
     StaleWeightsError,
     WeightManifest,
     WeightSyncError,
+    check_rows_to_score,
     join_link,
     receive_weights,
 )
@@ -98,11 +99,7 @@ class PlainBackend:
     async def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """See ScoresTokens: training loops verify by it that this backend has loaded its weights rightly."""
         limit, vocabulary = self._config.max_model_len, self._weights["model.embed_tokens.weight"].shape[0]
-        for row in rows:
-            if not (2 <= len(row) < limit and all(0 <= token < vocabulary for token in row)):
-                raise CapabilityError(
-                    f"rows to score have 2 to {limit - 1} tokens, out of a vocabulary of {vocabulary}, got {row}"
-                )
+        check_rows_to_score(rows, max_model_len=limit, vocab_size=vocabulary)
         return await self._ask(lambda: self._score(rows))
 
     async def sleep(self) -> None:

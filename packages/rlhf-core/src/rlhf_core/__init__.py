@@ -60,6 +60,7 @@ from rlhf_core.interfaces.rollout import (
     RolloutBackend,
     RolloutConfig,
     ScoresTokens,
+    check_rows_to_score,
 )
 from rlhf_core.interfaces.training import (
     KeepsAverage,
@@ -257,6 +258,7 @@ __all__ = [
     "check_coverage",
     "check_model_path",
     "check_number",
+    "check_rows_to_score",
     "check_scores",
     "check_switch",
     "check_transport",

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rlhf_core.checks import check_choice, check_switch, check_whole
 from rlhf_core.data.generation import GenerationRequest, GenerationResult
+from rlhf_core.errors import CapabilityError
 from rlhf_core.interfaces.engine_config import DType
 from rlhf_core.weight_sync.manifest import WeightManifest
 from rlhf_core.weight_sync.probe import Precision
@@ -161,3 +162,20 @@ class ScoresTokens(Protocol):
             StaleWeightsError: the last weight transfer failed and none has succeeded since.
         """
         ...
+
+
+def check_rows_to_score(rows: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
+    """Refuse rows that `ScoresTokens.score_tokens` does not take.
+
+    Raises:
+        CapabilityError: a row is too short or too long, or has an id outside the vocabulary.
+    """
+    for row in rows:
+        if not 2 <= len(row) < max_model_len:
+            raise CapabilityError(
+                f"rows to score need at least 2 tokens and fewer than max_model_len={max_model_len}, got {len(row)}"
+            )
+        if bad := [token for token in row if not 0 <= token < vocab_size]:
+            raise CapabilityError(
+                f"a row to score has the token id {bad[0]}, outside the vocabulary of {vocab_size}"
+            )

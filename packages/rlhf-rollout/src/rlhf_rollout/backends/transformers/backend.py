@@ -25,6 +25,7 @@ from rlhf_core import (
     WeightSyncError,
     check_base,
     check_coverage,
+    check_rows_to_score,
     checkpoint_views,
     copy_into,
     join_link,
@@ -123,13 +124,8 @@ class TransformersBackend:
 
     async def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """See ScoresTokens."""
-        for row in rows:
-            if not 2 <= len(row) < self._config.max_model_len:
-                raise CapabilityError(
-                    f"rows to score need at least 2 tokens and fewer than max_model_len="
-                    f"{self._config.max_model_len}, got {len(row)}"
-                )
-            self._check_ids("a row to score", row)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        check_rows_to_score(rows, max_model_len=self._config.max_model_len, vocab_size=vocabulary)
         scores: list[list[float]] = []
         await self._between_steps(lambda: scores.extend(self._score(rows)))
         return scores

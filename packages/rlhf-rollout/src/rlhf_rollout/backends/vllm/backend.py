@@ -26,6 +26,7 @@ from rlhf_core import (
     PauseMode,
     RolloutConfig,
     WeightManifest,
+    check_rows_to_score,
 )
 
 from rlhf_rollout.backends.vllm.engine import build_engine, shut_down_engine, steps_in_flight
@@ -38,7 +39,7 @@ from rlhf_rollout.backends.vllm.options import (
     worker_count,
 )
 from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
-from rlhf_rollout.backends.vllm.scoring import check_rows, score_precision, score_rows
+from rlhf_rollout.backends.vllm.scoring import score_precision, score_rows
 from rlhf_rollout.backends.vllm.weights import EngineWeights
 from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers
 
@@ -165,7 +166,7 @@ class VLLMBackend:
 
     def _score(self, engine: LLMEngine, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         limit, vocab_size = self._config.max_model_len, engine.model_config.get_vocab_size()
-        check_rows(rows, max_model_len=limit, vocab_size=vocab_size)
+        check_rows_to_score(rows, max_model_len=limit, vocab_size=vocab_size)
         self._weights.check_usable()
         self._loop.settle(engine)
         scores = score_rows(engine, rows, self._lora_request)

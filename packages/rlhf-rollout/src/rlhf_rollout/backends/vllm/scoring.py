@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core import CapabilityError, Precision, RolloutConfig
+from rlhf_core import Precision, RolloutConfig
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -20,23 +20,6 @@ def score_precision(config: RolloutConfig) -> Precision:
         config.dtype,
     )
     return "quantized" if coarse else config.dtype
-
-
-def check_rows(rows: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
-    """Refuse what vLLM would refuse, or read wrongly.
-
-    Raises:
-        CapabilityError: a row is too short or too long, or has an id outside the vocabulary.
-    """
-    for row in rows:
-        if not 2 <= len(row) < max_model_len:
-            raise CapabilityError(
-                f"rows to score need at least 2 tokens and fewer than max_model_len={max_model_len}, got {len(row)}"
-            )
-        if bad := [token for token in row if not 0 <= token < vocab_size]:
-            raise CapabilityError(
-                f"a row to score has the token id {bad[0]}, outside the vocabulary of {vocab_size}"
-            )
 
 
 def score_rows(engine: LLMEngine, rows: Sequence[Sequence[int]], lora_request: Any) -> list[list[float]]:
