@@ -19,6 +19,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from chaos.campaign import Campaign, read_lives, report, write_life  # noqa: E402
 from chaos.forms import forms, write_inputs  # noqa: E402
+from chaos.warm import WarmStarter  # noqa: E402
 
 _PRIVATE = "RLHF_CHAOS_PRIVATE"
 _MOUNT = 'mount -t tmpfs -o mode=1777 t /tmp && mount -t tmpfs -o mode=1777 t /dev/shm && exec "$@"'
@@ -40,6 +41,7 @@ def main() -> int:
         for _ in range(options.busy):
             burner = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(burner.kill)
+        starter = stack.enter_context(WarmStarter()) if options.warm else None
         for name in options.forms:
             campaign = Campaign(
                 known[name],
@@ -47,6 +49,7 @@ def main() -> int:
                 seed=options.seed,
                 hows=tuple(options.how),
                 private=_PRIVATE in os.environ,
+                starter=None if known[name].stack else starter,
                 say=lambda line: print(line, flush=True),
             )
             left = options.kills
@@ -69,6 +72,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--how", nargs="+", default=["all"], choices=["all", "command", "SIGTERM"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--busy", type=int, default=0, help="processes that burn a core meanwhile")
+    parser.add_argument("--warm", action="store_true", help="fork small runs from a process that has imported all")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/rlhf-chaos"))
     return parser.parse_args()
 

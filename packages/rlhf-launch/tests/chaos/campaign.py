@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import random
 import secrets
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +18,7 @@ from chaos.comparison import account_faults, differences
 from chaos.forms import Form
 from chaos.phases import PhaseFile
 from chaos.processes import Family
+from chaos.warm import WarmStarter
 from rlhf_algos import read_metrics
 
 How = Literal["all", "command", "SIGTERM"]
@@ -78,6 +77,7 @@ class Campaign:
         hows: Sequence[How] = ("all",),
         say: Callable[[str], None] = print,
         private: bool = False,
+        starter: WarmStarter | None = None,
     ) -> None:
         """Run below `folder`.
 
@@ -89,10 +89,12 @@ class Campaign:
             say: is told what happens.
             private: whether this process has /tmp and /dev/shm for itself, so that all that is left there is the
                 run's.
+            starter: starts commands in a moment; not for those that start Ray.
         """
         self.form, self.folder, self.say, self.private = form, folder, say, private
         self.random = random.Random(f"{seed}/{form.name}")
         self.hows = hows
+        self.starter = starter
         self.whole = folder / f"{form.name}-whole"
         self._phases: list[str] = []
         self._killed = 0
@@ -187,14 +189,9 @@ class Campaign:
         output.parent.mkdir(parents=True, exist_ok=True)
         told = self.folder / f"phase-{mark}"
         phases = PhaseFile.open(told, new=True)
-        command = [sys.executable, str(Path(__file__).parent / "phases.py"), str(told)]
-        command += self.form.write(self.folder, output)
-        family = Family(
-            [*command, *(["--resume"] if resume else [])],
-            mark,
-            self.folder / f"log-{output.name}-{mark}.txt",
-            env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "RLHF_TRACEBACK": "1"},
-        )
+        arguments = [str(told), *self.form.write(self.folder, output), *(["--resume"] if resume else [])]
+        log = self.folder / f"log-{output.name}-{mark}.txt"
+        family = Family(arguments, mark, log, env={"RLHF_TRACEBACK": "1"}, starter=self.starter)
         family.start()
         return family, phases
 

@@ -6,10 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from chaos.warm import WarmStarter
 
 MARK = "RLHF_CHAOS_MARK"
 
@@ -29,21 +33,27 @@ class _Process:
 class Family:
     """A command in a session of its own, and whatever came of it, also after its parents have died."""
 
-    command: Sequence[str]
+    arguments: Sequence[str]
+    """Of `phases.py`."""
     mark: str
     log: Path
     env: dict[str, str] = field(default_factory=dict)
-    root: subprocess.Popen[bytes] | None = None
+    starter: WarmStarter | None = None
+    """Starts it in a moment; None starts a Python of its own."""
+    root: Any = None
+    """The process of the command: a `Popen`, or what is like one."""
     known: set[tuple[int, int]] = field(default_factory=set)
     """Every process that was ever seen."""
 
     def start(self) -> None:
         """Start the command; its output goes to `log`."""
         env = os.environ | self.env | {MARK: self.mark}
+        if self.starter is not None:
+            self.root = self.starter.start(self.arguments, log=self.log, env=env)
+            return
+        command = [sys.executable, str(Path(__file__).parent / "phases.py"), *self.arguments]
         with self.log.open("ab") as output:
-            self.root = subprocess.Popen(
-                list(self.command), env=env, stdout=output, stderr=output, start_new_session=True
-            )
+            self.root = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
 
     def members(self) -> Alive:
         """The processes that are alive now."""
