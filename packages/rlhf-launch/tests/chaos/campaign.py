@@ -173,7 +173,7 @@ class Campaign:
 
     def _judge(self, record: Life, output: Path) -> None:
         if self.form.exact:
-            record.differences = differences(self.whole, output, varying=self.form.varying)
+            record.differences = differences(self.whole, output)
         if self.form.account:
             record.faults += account_faults(output, **self.form.account)
         record.left += sorted(self._scratch() - self._before)

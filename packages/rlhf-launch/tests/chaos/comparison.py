@@ -16,11 +16,8 @@ VARYING = ("seconds/", "idle_seconds/", "tokens_per_second/", "memory/", "sync/p
 """Metrics that are of the machine, not of the run."""
 
 
-def differences(one: Path, two: Path, *, varying: tuple[str, ...] = ()) -> list[str]:
-    """What differs between two finished runs that should be the same, a line each.
-
-    `varying`: beginnings of the names of further metrics that may differ.
-    """
+def differences(one: Path, two: Path) -> list[str]:
+    """What differs between two finished runs that should be the same, a line each."""
     found = []
     for folder in ("model", "model-average", "best"):
         found += _files(one / folder, two / folder)
@@ -29,15 +26,15 @@ def differences(one: Path, two: Path, *, varying: tuple[str, ...] = ()) -> list[
         found.append(f"the last checkpoint is {last[0].name} and {last[1].name}")
     else:
         found += [f"{last[0].name}/{line}" for line in _files(*last, without=("manifest.json",))]
-    found += _rows("metrics.jsonl", *(_metrics(run, VARYING + varying) for run in (one, two)))
+    found += _rows("metrics.jsonl", *(_metrics(run) for run in (one, two)))
     if (one / "samples.jsonl").exists():
         found += _rows("samples.jsonl", *(_by_step(read_metrics(run / "samples.jsonl")) for run in (one, two)))
     return found
 
 
-def _metrics(run: Path, varying: tuple[str, ...]) -> dict[str, Any]:
+def _metrics(run: Path) -> dict[str, Any]:
     rows = read_metrics(run / "metrics.jsonl")
-    return _by_step([{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows])
+    return _by_step([{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in rows])
 
 
 def _by_step(rows: list[dict[str, Any]]) -> dict[str, Any]:

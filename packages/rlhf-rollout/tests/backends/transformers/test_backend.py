@@ -170,8 +170,51 @@ def test_a_dead_worker_tells_its_cause(start):
     asyncio.run(run())
 
 
+class TestConformanceSeparate(RolloutBackendConformance):
+    """Each request decoded by itself."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend_factory(cls):
+        return lambda config: TransformersBackend(replace(config, options={"separate_requests": True}))
+
+
+def bits(results):
+    return [[(sample.token_ids, sample.log_probs) for sample in result.samples] for result in results]
+
+
+@pytest.mark.parametrize("room", [64, 5])
+def test_separate_requests_have_the_same_bits_whatever_runs_beside_them(start, room):
+    backend = start(options={"separate_requests": True}, max_num_seqs=room)
+    wanted = [request(f"r{seed}", n=3, tokens=12 + 5 * seed, min_tokens=1, seed=seed) for seed in range(5)]
+    wanted = [replace(one, prompt_token_ids=tuple(range(7, 9 + 4 * place))) for place, one in enumerate(wanted)]
+
+    async def alone():
+        return [await backend.generate(one) for one in wanted]
+
+    async def together(delay_s):
+        async def later(place, one):
+            await asyncio.sleep(delay_s * place)
+            return await backend.generate(one)
+
+        return await asyncio.gather(*(later(place, one) for place, one in enumerate(wanted)))
+
+    expected = bits(asyncio.run(alone()))
+    assert bits(asyncio.run(together(0.0))) == expected
+    assert bits(asyncio.run(together(0.004))) == expected
+
+
+def test_a_separate_request_with_more_samples_than_fit_gets_all_of_them(start):
+    backend = start(options={"separate_requests": True}, max_num_seqs=3)
+
+    async def run():
+        return await asyncio.gather(*(backend.generate(request(f"r{n}", n=n, tokens=6)) for n in (8, 2, 5)))
+
+    assert [len(result.samples) for result in asyncio.run(run())] == [8, 2, 5]
+
+
 def test_what_it_cannot_do_is_refused(start):
-    with pytest.raises(ConfigError, match="no options, got flash"):
+    with pytest.raises(ConfigError, match="unknown key 'flash'; known are separate_requests"):
         start(options={"flash": True})
     with pytest.raises(CapabilityError, match="tensor_parallel_size=2"):
         start(tensor_parallel_size=2)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rlhf_core import (
     BackendCapabilities,
     CapabilityError,
-    ConfigError,
     GenerationRequest,
     GenerationResult,
     Link,
@@ -27,20 +27,30 @@ from rlhf_core import (
     check_coverage,
     check_rows_to_score,
     checkpoint_views,
+    config_from,
     copy_into,
     join_link,
     model_loading,
     receive_weights,
 )
 
-from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
+from rlhf_rollout.backends.transformers.decoder import Decoder, Draw, SeparateDecoder
 from rlhf_rollout.backends.transformers.loop import DecodingLoop
 from rlhf_rollout.backends.transformers.token_sampling import score_rows
 from rlhf_rollout.backends.transformers.trial import try_decoding
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformersOptions:
+    """What `rollout.options` may say to the transformers backend."""
+
+    separate_requests: bool = False
+    """Decode each request by itself, so that the last bits of its samples' log-probs depend on no other request: a
+    run then has the same bits on a busy machine. A step takes a forward pass per request."""
+
+
 class TransformersBackend:
-    """RolloutBackend over `AutoModelForCausalLM`, with batched, cached decoding. `config.options` must be empty.
+    """RolloutBackend over `AutoModelForCausalLM`, with batched, cached decoding. See TransformersOptions.
 
     Any decoder-only model works whose cached decoding gives the log-probs of its own forward pass, which is tried
     when it is loaded. Unseeded requests draw from `config.seed`'s stream.
@@ -53,10 +63,7 @@ class TransformersBackend:
     def __init__(self, config: RolloutConfig) -> None:
         from transformers import AutoModelForCausalLM
 
-        if config.options:
-            raise ConfigError(
-                f"rollout: the transformers backend has no options, got {', '.join(sorted(config.options))}"
-            )
+        options = config_from(TransformersOptions, config.options, what="rollout.options (transformers)")
         if config.tensor_parallel_size != 1:
             raise CapabilityError(
                 "rollout: the transformers backend runs on one device, got "
@@ -70,7 +77,8 @@ class TransformersBackend:
         self._model = model.to(config.device).eval().requires_grad_(False)
         try_decoding(self._model)
         self._end_of_text = _end_of_text(model)
-        self._decoder = Decoder(self._model, max_model_len=config.max_model_len)
+        decoder = SeparateDecoder if options.separate_requests else Decoder
+        self._decoder = decoder(self._model, max_model_len=config.max_model_len)
         self._loop = DecodingLoop(self._decoder, max_draws=config.max_num_seqs)
         self._seeds = torch.Generator().manual_seed(config.seed)
         self._receiver: Receiver | None = None

@@ -89,6 +89,10 @@ class Decoder:
         self._append(torch.cat(logits), version)
         self.keep(draw for draw in self.draws if draw.finish_reason is None)
 
+    def next_joining(self, waiting: Sequence[Draw], room: int) -> int:
+        """How many of the first waiting draws are to join now, if there is room for so many more."""
+        return min(room, len(waiting))
+
     @torch.inference_mode()
     def keep(self, draws: Iterable[Draw]) -> None:
         """Drop all draws but the given ones."""
@@ -157,3 +161,73 @@ class Decoder:
         above, below = width - mask.shape[1], width - self._mask.shape[1]
         join_rows(states, self._states, above, below)
         self._mask = torch.cat([pad(mask, (above, 0)), pad(self._mask, (below, 0))])
+
+
+class SeparateDecoder:
+    """A `Decoder` for each request: a sample's log-probs follow from its request alone, to the last bit.
+
+    Products of matrices round differently for other sizes, so that in a batch of several requests the last bits of
+    a row depend on when the others came and how long they are. Here a batch has the samples of one request, which
+    start together. It takes as many forward passes per step as there are requests.
+    """
+
+    def __init__(self, model: Any, *, max_model_len: int) -> None:
+        self._model, self._max_model_len = model, max_model_len
+        self._decoders: dict[int, Decoder] = {}
+
+    @property
+    def model(self) -> Any:
+        """The model of all of them."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+        for decoder in self._decoders.values():
+            decoder.model = model
+
+    @property
+    def draws(self) -> list[Draw]:
+        """All running draws."""
+        return [draw for decoder in self._decoders.values() for draw in decoder.draws]
+
+    def forget_states(self) -> None:
+        """See Decoder."""
+        for decoder in self._decoders.values():
+            decoder.forget_states()
+
+    def step(self, joining: Sequence[Draw], *, version: int) -> None:
+        """See Decoder."""
+        joined: dict[int, list[Draw]] = {}
+        for draw in joining:
+            joined.setdefault(id(draw.request), []).append(draw)
+        for request in joined:
+            if request not in self._decoders:
+                self._decoders[request] = Decoder(self._model, max_model_len=self._max_model_len)
+        for request, decoder in self._decoders.items():
+            decoder.step(joined.get(request, ()), version=version)
+        self._forget_finished()
+
+    def next_joining(self, waiting: Sequence[Draw], room: int) -> int:
+        """See Decoder. The draws of a request join together, or as many as run at once, when no others do."""
+        taken = 0
+        while taken < len(waiting):
+            request = waiting[taken].request
+            together = sum(draw.request is request for draw in waiting)
+            alone = taken == 0 and all(draw.request is request for draw in self.draws)
+            if together > room and not alone:
+                break
+            taken, room = taken + min(together, room), room - min(together, room)
+            if room <= 0:
+                break
+        return taken
+
+    def keep(self, draws: Iterable[Draw]) -> None:
+        """See Decoder."""
+        kept = list(draws)
+        for decoder in self._decoders.values():
+            decoder.keep(kept)
+        self._forget_finished()
+
+    def _forget_finished(self) -> None:
+        self._decoders = {request: one for request, one in self._decoders.items() if one.draws}

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core import EngineDiedError, GenerationRequest, GenerationResult, note_progress
 
-from rlhf_rollout.backends.transformers.decoder import Decoder, Draw
+from rlhf_rollout.backends.transformers.decoder import Decoder, Draw, SeparateDecoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class DecodingLoop:
         max_draws: samples that run at the same time; the others wait.
     """
 
-    def __init__(self, decoder: Decoder, *, max_draws: int) -> None:
+    def __init__(self, decoder: Decoder | SeparateDecoder, *, max_draws: int) -> None:
         self.decoder = decoder
         self.version = 0
         """What tokens are sampled with; changed by commands."""
@@ -176,7 +176,8 @@ class DecodingLoop:
     def _admit(self) -> list[Draw]:
         with self._changed:
             room = self._max_draws - len(self.decoder.draws)
-            return [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            joining = self.decoder.next_joining(self._waiting, room)
+            return [self._waiting.popleft() for _ in range(joining)]
 
     def _drop_cancelled(self) -> None:
         with self._changed:
