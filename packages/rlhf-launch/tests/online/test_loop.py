@@ -68,7 +68,7 @@ class Run:
             make_groups=None,
         )
 
-    def evaluate(self, step):
+    def evaluate(self, step, *, done=()):
         reward = self.rewards.get(step, 0.0)
         if isinstance(reward, Exception):
             raise reward

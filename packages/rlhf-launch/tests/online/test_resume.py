@@ -1,23 +1,30 @@
-"""Whether a resumed run owes the evaluation of the step that it continues from."""
+"""Which evaluations a resumed run owes at the step that it continues from."""
 
 import json
 
 import pytest
-from rlhf_launch.online.run import is_evaluation_missing
+from rlhf_launch.online.run import is_evaluation_due, sets_evaluated
+
+
+@pytest.mark.parametrize(("every", "step", "due"), [(2, 4, True), (2, 3, False), (0, 3, False), (0, 6, True)])
+def test_an_evaluation_is_due_every_so_many_steps_and_at_the_end(settings, make_config, every, step, due):
+    config = make_config(settings, train__steps=6, evaluation__every=every)
+    assert is_evaluation_due(config, step) is due
 
 
 @pytest.mark.parametrize(
-    ("every", "step", "rows", "missing"),
+    ("rows", "done"),
     [
-        (2, 4, [{"step": 4, "reward": 1.0}], True),
-        (2, 4, [{"step": 4, "reward": 1.0}, {"step": 4, "eval/sums/reward": 1.0}], False),
-        (2, 4, [{"step": 2, "eval/sums/reward": 1.0}], True),
-        (2, 3, [], False),
-        (0, 3, [], False),
-        (0, 6, [], True),
+        ([], set()),
+        ([{"step": 4, "reward": 1.0}], set()),
+        ([{"step": 2, "eval/sums/reward": 1.0}], set()),
+        ([{"step": 4, "reward": 1.0}, {"step": 4, "eval/sums/reward": 1.0}], {"sums"}),
+        (
+            [{"step": 4, "eval/sums/pass@2": 1.0}, {"step": 4, "eval/words/dropped_samples": 3}],
+            {"sums", "words"},
+        ),
     ],
 )
-def test_what_was_due_and_is_not_there_is_owed(settings, make_config, tmp_path, every, step, rows, missing):
-    config = make_config(settings, train__steps=6, evaluation__every=every)
+def test_the_sets_that_were_evaluated_are_in_the_metrics(tmp_path, rows, done):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert is_evaluation_missing(config, tmp_path, step) is missing
+    assert sets_evaluated(tmp_path, 4) == done

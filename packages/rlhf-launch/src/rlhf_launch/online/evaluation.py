@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core import SamplingConfig
@@ -106,8 +106,8 @@ class Evaluator:
         """
         self._sets, self._make_groups, self._waits = sets, make_groups, waits
 
-    def __call__(self, step: int) -> Iterator[Evaluation]:
-        """Evaluate one set after the other, after `step` completed steps.
+    def __call__(self, step: int, *, done: Collection[str] = ()) -> Iterator[Evaluation]:
+        """Evaluate one set after the other, after `step` completed steps; those that are `done` are left out.
 
         Seeds follow from the set's name and the prompt alone, so two evaluations differ by the weights only.
 
@@ -116,6 +116,8 @@ class Evaluator:
             RewardError: a reward failed, and its failure handling says to stop.
         """
         for name, held_out in self._sets.items():
+            if name in done:
+                continue
             groups = self._make_groups(held_out.sampling).groups(
                 held_out.prompts, label=f"eval/{name}", samples=held_out.samples, waits=self._waits
             )

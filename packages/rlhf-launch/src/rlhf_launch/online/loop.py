@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from rlhf_algos import Checkpoint
@@ -146,13 +146,13 @@ def finish_step(run: OnlineRun, *, last: bool) -> None:
         run.state.publish(wait=last)
 
 
-def evaluate(run: OnlineRun) -> None:
-    """Evaluate every held-out set and report it.
+def evaluate(run: OnlineRun, *, done: Collection[str] = ()) -> None:
+    """Evaluate every held-out set and report it, but for those that are `done`.
 
     Raises:
         RunStopped: the run was asked to end.
     """
-    evaluations = run.evaluator(run.state.step)
+    evaluations = run.evaluator(run.state.step, done=done)
     while True:
         with run.stop.interruptible():
             evaluation = next(evaluations, None)

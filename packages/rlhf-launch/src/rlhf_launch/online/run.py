@@ -142,8 +142,8 @@ def _attempt(
             if begin is not None:
                 restore(run, begin)
         with _saved_on_early_end(run):
-            if not step or is_evaluation_missing(config, folder, step):
-                evaluate(run)
+            if not step or is_evaluation_due(config, step):
+                evaluate(run, done=sets_evaluated(folder, step) if step else ())
             run_steps(run, guests.on_step)
         if config.train.average_decay is not None:
             with replaced_folder(folder / "model-average") as average:
@@ -180,13 +180,17 @@ def _saved_on_early_end(run: OnlineRun) -> Iterator[None]:
         raise
 
 
-def is_evaluation_missing(config: OnlineConfig, folder: Path, step: int) -> bool:
-    """Whether the evaluation that was due after `step` steps is not among the metrics: the run ended before it."""
+def is_evaluation_due(config: OnlineConfig, step: int) -> bool:
+    """Whether an evaluation belongs to the end of this step."""
     every = config.evaluation.every
-    if step < config.train.steps and not (every and step % every == 0):
-        return False
+    return step >= config.train.steps or bool(every and step % every == 0)
+
+
+def sets_evaluated(folder: Path, step: int) -> set[str]:
+    """The held-out sets whose evaluation after `step` steps is among the metrics: a run may end between two."""
     rows = read_metrics(folder / "metrics.jsonl")
-    return not any(row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows)
+    names = [name for row in rows if row["step"] == step for name in row if name.startswith("eval/")]
+    return {name.removeprefix("eval/").rpartition("/")[0] for name in names}
 
 
 def checkpoint_store(config: OnlineConfig, *, say: Callable[[str], None]) -> CheckpointStore:
