@@ -203,11 +203,9 @@ class Campaign:
         if asked == "start":
             self._sleep(self.random.uniform(0.0, self._start_s), root)
         else:
-            times = self.random.choice((1, 1, 2, 3)) if asked not in ("restore", "export", "closing") else 1
-            while root.poll() is None and not (phases.now == asked and phases.entered(asked) >= times):
-                time.sleep(0.0005)
-                if asked == "restore" and phases.entered("stepping"):
-                    break  # it began anew
+            left = self.form.steps - _steps(output) if resume else self.form.steps
+            once = asked in ("restore", "export", "closing") or left < 4
+            self._await_phase(asked, 1 if once else self.random.choice((1, 1, 2, 3)), phases, root, left=left)
             # Anywhere in a phase: most are shorter than this, some are longer.
             self._sleep(self.random.choice((0.0, 0.002, 0.01, 0.05, 0.2)) * self.random.random(), root)
         if root.poll() is not None:
@@ -218,6 +216,14 @@ class Campaign:
         kill.step = _steps(output)
         self._killed += 1
         return kill
+
+    def _await_phase(self, asked: str, times: int, phases: PhaseFile, root: Any, *, left: int) -> None:
+        """Wait for a phase, or for the last moment before the run comes to its end without it."""
+        while root.poll() is None and not (phases.now == asked and phases.entered(asked) >= times):
+            time.sleep(0.0005)
+            late = asked not in ("export", "closing") and phases.entered("stepping") >= max(1, left - 1)
+            if late or phases.now == "closing" or (asked == "restore" and phases.entered("stepping")):
+                return
 
     def _end(self, family: Family, kill: Kill) -> None:
         root = family.root
