@@ -222,8 +222,8 @@ class RayCluster:
 
             remove_placement_group(self._group)
         self._group = None
-        if not self._owned:
-            return
+        if not self._owned and self._lost is None:
+            return  # whoever has started Ray, or joined it, also stops it; a lost cluster is of no use to anyone
         if self._ray.is_initialized():
             self._shut_down()
         if self._scratch is not None:

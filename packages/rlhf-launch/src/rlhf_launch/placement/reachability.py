@@ -43,19 +43,21 @@ class DoorWatch:
         self._shut: dict[Door, tuple[str, float] | None] = {}
         """What keeps a door shut, and since when; None while somebody answers there."""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="door-watch", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def add(self, doors: Iterable[Door]) -> None:
         """Knock at these, too."""
         with self._lock:
             for door in doors:
                 self._shut.setdefault(door, None)
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._watch, name="door-watch", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Knock no more; may be called twice, and from `on_lost`."""
         self._closed.set()
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _watch(self) -> None:
