@@ -1,7 +1,9 @@
 """Workers that start together, in order, and are closed together."""
 
+import time
+
 import pytest
-from rlhf_core import BackendCapabilities
+from rlhf_core import BackendCapabilities, EngineDiedError
 from rlhf_launch.placement.executor import LocalExecutor, WorkerPlan
 from rlhf_launch.placement.start import open_executor, start_workers
 
@@ -100,6 +102,26 @@ def test_in_processes_of_their_own_engines_start_beside_the_trainers():
     training = {"policy": plans("policy-0", worker=Slow)}
     with start_workers(Watched(one_process=False), training, plans("rollout-0", worker=Engine)):
         assert begun == ["start rollout-0"]
+
+
+def test_the_peers_of_a_lost_worker_are_not_waited_for():
+    import threading
+
+    released = threading.Event()
+
+    class Stuck(Rank):
+        def close(self):
+            released.wait(30)
+
+    threading.Timer(5, released.set).start()  # a thread of this process cannot be ended
+    begin = time.monotonic()
+    training = {"policy": plans("policy-0", worker=Stuck)}
+    with (
+        pytest.raises(EngineDiedError, match="policy-1 died"),
+        start_workers(Watched(one_process=False), training, plans("rollout-0", worker=Engine)),
+    ):
+        raise EngineDiedError("policy-1 died during step")
+    assert time.monotonic() - begin < 10
 
 
 def test_the_local_executor_is_opened_by_name():

@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from rlhf_algos import can_begin_again
+
 from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
-from rlhf_launch.workers.handles import close_workers
+from rlhf_launch.workers.handles import CLOSE_TIMEOUT_S, close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.waits import Waits
+
+_LOST_S = 3.0
+"""Seconds that workers have to close when one of them is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +91,8 @@ def start_workers(
             groups[name] = TrainGroup(name, ranks, waits=waits)
         pool = RolloutPool(handles, waits=waits)
 
-        stack.callback(_close, executor, waits, pool, groups)
+        workers = Workers(training=groups, pool=pool, executor=executor)
+        stack.push(lambda kind, error, trace: _close(workers, error))
         if not executor.one_process:
             waits.rescue = pool.end_stuck
             # Engines start while the training ranks do. Within one process DeepSpeed must come first: it has to
@@ -95,15 +101,18 @@ def start_workers(
         for name, group in groups.items():
             say(f"{name}: {group.ranks} rank(s), {group.start():.1f} s")
         say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")
-        yield Workers(training=groups, pool=pool, executor=executor)
+        yield workers
 
 
-def _close(executor: Executor, waits: Waits, pool: RolloutPool, groups: Mapping[str, TrainGroup]) -> None:
-    """Close all workers under one deadline; those of one process one engine after the other."""
-    engines = [pool.handles, *(group.handles for group in reversed(list(groups.values())))]
-    waits.leave([handle for handles in engines for handle in handles])
-    if executor.one_process:
-        for handles in engines:
-            close_workers(handles)
-    else:
-        close_workers([handle for handles in engines for handle in handles])
+def _close(workers: Workers, error: BaseException | None) -> None:
+    """Close all workers under one deadline; those of one process one engine after the other.
+
+    After the loss of a worker the deadline is short: its peers wait for it in vain, in a collective, say.
+    """
+    pool, training = workers.pool, reversed(list(workers.training.values()))
+    engines = [pool.handles, *(group.handles for group in training)]
+    everyone = [handle for handles in engines for handle in handles]
+    pool.waits.leave(everyone)
+    timeout_s = _LOST_S if can_begin_again(error) else CLOSE_TIMEOUT_S
+    for handles in engines if workers.executor.one_process else [everyone]:
+        close_workers(handles, timeout_s=timeout_s)
