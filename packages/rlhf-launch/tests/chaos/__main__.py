@@ -17,8 +17,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from chaos.campaign import Campaign, read_lives, report, write_life  # noqa: E402
+from chaos.campaign import Campaign  # noqa: E402
 from chaos.forms import forms, write_inputs  # noqa: E402
+from chaos.records import read_lives, report, write_life  # noqa: E402
 from chaos.warm import WarmStarter  # noqa: E402
 
 _PRIVATE = "RLHF_CHAOS_PRIVATE"

@@ -181,7 +181,8 @@ class OnlineConfig:
     placement: PlacementSection = field(default_factory=PlacementSection)
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     output: Path = Path("runs/rlhf")
-    """Gets `model/` (a Transformers directory), `metrics.jsonl`, `config.yaml`, `plot.png` and `checkpoints/`."""
+    """Gets `model/` (a Transformers directory), `metrics.jsonl`, `samples.jsonl` (what became of every prompt),
+    `config.yaml`, `plot.png` and `checkpoints/`."""
     seed: int = 0
     """Seed of everything."""
     tensorboard: bool = True

@@ -40,7 +40,7 @@ class RunResult:
     steps: int
     """Completed steps, those before a resume included."""
     folder: Path
-    """`config.yaml`, `metrics.jsonl`, `plot.png`, checkpoints, models."""
+    """`config.yaml`, `metrics.jsonl`, `samples.jsonl`, `plot.png`, checkpoints, models."""
     model: Path
     """The trained policy, a Transformers directory."""
     best: Path | None
@@ -64,10 +64,11 @@ def train(
 ) -> RunResult:
     """Improve a policy by reinforcement learning: a whole run, from the checks to the exported model.
 
-    Leaves `config.yaml`, `run.json`, `metrics.jsonl`, TensorBoard files, `plot.png`, `checkpoints/` and `model/`
-    (and `model-average/`, where the engine averages the weights) in the run's output directory. May be called under
-    a running event loop, as in a notebook; it blocks until the run is over. With `placement.restarts` the run
-    begins again from its newest checkpoint after it has lost a worker, or a wait has seen no progress.
+    Leaves `config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl` (what became of every prompt), TensorBoard
+    files, `plot.png`, `checkpoints/` and `model/` (and `model-average/`, where the engine averages the weights) in
+    the run's output directory. May be called under a running event loop, as in a notebook; it blocks until the run
+    is over. With `placement.restarts` the run begins again from its newest checkpoint after it has lost a worker,
+    or a wait has seen no progress.
 
     Args:
         config: the whole run.
