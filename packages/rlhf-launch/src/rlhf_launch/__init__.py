@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_launch.bundles.bundle import Bundle, read_bundle
-    from rlhf_launch.comparison.compare import Comparison, compare_runs
+    from rlhf_launch.comparison.compare import Comparison, MetricShift, compare_runs
     from rlhf_launch.comparison.history import History, read_histories, store_histories
     from rlhf_launch.config.bundles import BundleSection
     from rlhf_launch.config.generate import GenerateConfig
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from rlhf_launch.placement.plans import engine_plans, rank_plans
     from rlhf_launch.placement.ray import RayCluster
     from rlhf_launch.placement.start import Workers, open_executor, start_workers
+    from rlhf_launch.replay.parting import Parting
+    from rlhf_launch.replay.rerun import replay_step
+    from rlhf_launch.replay.result import Replay
     from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, staleness
     from rlhf_launch.samples.ledger import Ledger, LedgerLimits
     from rlhf_launch.samples.producer import CollectReport, Producer, ProducerConfig
@@ -69,7 +72,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "bundles.bundle": ("Bundle", "read_bundle"),
-    "comparison.compare": ("Comparison", "compare_runs"),
+    "comparison.compare": ("Comparison", "MetricShift", "compare_runs"),
     "comparison.history": ("History", "read_histories", "store_histories"),
     "config.bundles": ("BundleSection",),
     "config.generate": ("GenerateConfig",),
@@ -99,6 +102,9 @@ _MODULES = {
     "placement.plans": ("engine_plans", "rank_plans"),
     "placement.ray": ("RayCluster",),
     "placement.start": ("Workers", "open_executor", "start_workers"),
+    "replay.parting": ("Parting",),
+    "replay.rerun": ("replay_step",),
+    "replay.result": ("Replay",),
     "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "staleness"),
     "samples.ledger": ("Ledger", "LedgerLimits"),
     "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
@@ -151,6 +157,7 @@ __all__ = [
     "LocalExecutor",
     "LocalHandle",
     "MakeGroups",
+    "MetricShift",
     "MismatchReport",
     "OnStep",
     "OnlineConfig",
@@ -158,6 +165,7 @@ __all__ = [
     "OnlineRun",
     "OnlineTrainSection",
     "Overlap",
+    "Parting",
     "PhaseClock",
     "Producer",
     "ProducerConfig",
@@ -166,6 +174,7 @@ __all__ = [
     "PromptStream",
     "Pulse",
     "RayCluster",
+    "Replay",
     "Reporter",
     "RewardSection",
     "Rewarder",
@@ -205,6 +214,7 @@ __all__ = [
     "read_bundle",
     "read_histories",
     "read_prompts",
+    "replay_step",
     "request_seed",
     "response_sampler",
     "restore",

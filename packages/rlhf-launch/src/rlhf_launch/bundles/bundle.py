@@ -75,10 +75,14 @@ class Bundle:
     def config(self, overrides: Sequence[str] = ()) -> OnlineConfig:
         """The run's settings with every `auto` resolved, and `dotted.key=value` on top.
 
+        Another algorithm by name (`algorithm=dapo`) begins with its own settings, not with those of the run's.
+
         Raises:
             ConfigError: an override is not understood.
         """
-        return load_config(OnlineConfig, self.path / CONFIG, overrides)
+        named = {override.partition("=")[0].strip() for override in overrides}
+        ignored = ("algorithm",) if named & {"algorithm", "algorithm.name"} else ()
+        return load_config(OnlineConfig, self.path / CONFIG, overrides, ignore=ignored)
 
     def groups(self) -> list[ScoredGroup]:
         """The samples with their scores, as they came to the step."""

@@ -12,6 +12,8 @@ from rlhf_launch.comparison.compare import Comparison, MetricShift
 _SHOWN = 12
 _FEW_STEPS = 20
 _FEW_BASELINES = 5
+_WIDTH = 160
+"""Names are printed whole, also where the output is no terminal."""
 
 
 def print_comparison(comparison: Comparison, console: Console, *, every: bool = False) -> None:
@@ -27,11 +29,11 @@ def print_comparison(comparison: Comparison, console: Console, *, every: bool = 
     console.print(_parting(comparison), soft_wrap=True)
     shown = comparison.metrics if every else comparison.metrics[:_SHOWN]
     if shown:
-        console.print(_shift_table(shown))
+        console.print(_shift_table(shown), width=max(console.width, _WIDTH), crop=False)
     if hidden := len(comparison.metrics) - len(shown):
         console.print(f"  and {hidden} more that differ, by less (--all prints them)")
     if comparison.costs:
-        console.print(_cost_table(comparison))
+        console.print(_cost_table(comparison), width=max(console.width, _WIDTH), crop=False)
     console.print(verdict_line(comparison), soft_wrap=True)
 
 
@@ -68,7 +70,7 @@ def _parting(comparison: Comparison) -> str:
 def _shift_table(metrics: tuple[MetricShift, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("metric", "first", "baseline", "run", "shift/noise", "outside", "p", "verdict"):
-        table.add_column(title, justify="left" if title in ("metric", "verdict") else "right")
+        table.add_column(title, no_wrap=True, justify="left" if title in ("metric", "verdict") else "right")
     for metric in metrics:
         verdict = f"{metric.verdict} ({metric.remark})" if metric.remark else metric.verdict
         table.add_row(
@@ -86,9 +88,9 @@ def _shift_table(metrics: tuple[MetricShift, ...]) -> Table:
 
 def _cost_table(comparison: Comparison) -> Table:
     table = Table(title="time and memory, without a verdict", title_justify="left", box=None, pad_edge=False)
-    table.add_column("metric")
+    table.add_column("metric", no_wrap=True)
     for title in ("baseline", "run", "ratio"):
-        table.add_column(title, justify="right")
+        table.add_column(title, no_wrap=True, justify="right")
     ordered = sorted(comparison.costs, key=lambda cost: -abs(math.log(cost.ratio)) if cost.ratio > 0 else 0.0)
     for cost in ordered[:_SHOWN]:
         table.add_row(cost.name, f"{cost.baseline:.4g}", f"{cost.candidate:.4g}", f"{cost.ratio:.2f}")

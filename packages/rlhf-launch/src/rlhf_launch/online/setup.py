@@ -148,19 +148,24 @@ def schedule_of(config: OnlineConfig) -> Schedule:
 
 def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
     """The training engines of a run with its algorithm."""
-    train = config.train
     return Trainer(
         policy=workers.training["policy"],
         critic=workers.training.get("critic"),
         reference=workers.training.get("reference"),
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
-        plan=UpdatePlan(
-            minibatches=train.minibatches,
-            epochs=train.epochs_per_step,
-            critic_warmup_steps=train.critic_warmup_steps,
-            seed=config.seed,
-        ),
+        plan=plan_of(config),
+    )
+
+
+def plan_of(config: OnlineConfig) -> UpdatePlan:
+    """How often the samples of a step are trained on, and in which portions."""
+    train = config.train
+    return UpdatePlan(
+        minibatches=train.minibatches,
+        epochs=train.epochs_per_step,
+        critic_warmup_steps=train.critic_warmup_steps,
+        seed=config.seed,
     )
 
 

@@ -33,7 +33,7 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role)
     trained = role in ("policy", "critic")
     lora = config.model.lora
     engine_config = replace(
-        _engine_config(config, backends, _model_of(config, role), role),
+        _engine_config(config, backends, model_of(config, role), role),
         optimizer=_optimizer_of(config, role),
         gradient_checkpointing=config.train.gradient_checkpointing,
         # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy.
@@ -194,7 +194,8 @@ def roles_of(config: OnlineConfig) -> list[Role]:
     return roles
 
 
-def _model_of(config: OnlineConfig, role: Role) -> str:
+def model_of(config: OnlineConfig, role: Role) -> str:
+    """What a training role loads."""
     model = config.model
     judges = [part.path for part in config.reward.engine_parts().values() if isinstance(part, ModelRewardConfig)]
     start = {
