@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from rlhf_launch.comparison.compare import Comparison, MetricShift
+from rlhf_launch.tables import aligned
 
 _SHOWN = 12
 _FEW_STEPS = 20
 _FEW_BASELINES = 5
-_WIDTH = 160
-"""Names are printed whole, also where the output is no terminal."""
 
 
 def print_comparison(comparison: Comparison, console: Console, *, every: bool = False) -> None:
@@ -25,16 +24,19 @@ def print_comparison(comparison: Comparison, console: Console, *, every: bool = 
         every: print all metrics that differ, not the first dozen.
     """
     others = ", ".join(comparison.baselines)
-    console.print(f"{comparison.candidate} beside {others}: {comparison.steps} common steps", soft_wrap=True)
-    console.print(_parting(comparison), soft_wrap=True)
+    console.print(
+        f"{comparison.candidate} beside {others}: {comparison.steps} common steps", soft_wrap=True, markup=False
+    )
+    console.print(_parting(comparison), soft_wrap=True, markup=False)
     shown = comparison.metrics if every else comparison.metrics[:_SHOWN]
     if shown:
-        console.print(_shift_table(shown), width=max(console.width, _WIDTH), crop=False)
+        console.print(_shift_table(shown), soft_wrap=True, markup=False)
     if hidden := len(comparison.metrics) - len(shown):
         console.print(f"  and {hidden} more that differ, by less (--all prints them)")
     if comparison.costs:
-        console.print(_cost_table(comparison), width=max(console.width, _WIDTH), crop=False)
-    console.print(verdict_line(comparison), soft_wrap=True)
+        console.print("time and memory, without a verdict:")
+        console.print(_cost_table(comparison), soft_wrap=True, markup=False)
+    console.print(verdict_line(comparison), soft_wrap=True, markup=False)
 
 
 def verdict_line(comparison: Comparison) -> str:
@@ -67,34 +69,23 @@ def _parting(comparison: Comparison) -> str:
     return f"the first difference is at step {comparison.first}, in {first}{more}; {before}"
 
 
-def _shift_table(metrics: tuple[MetricShift, ...]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("metric", "first", "baseline", "run", "shift/noise", "outside", "p", "verdict"):
-        table.add_column(title, no_wrap=True, justify="left" if title in ("metric", "verdict") else "right")
+def _shift_table(metrics: Sequence[MetricShift]) -> str:
+    rows = [("metric", "first", "baseline", "run", "shift/noise", "outside", "p", "verdict")]
     for metric in metrics:
+        numbers = (f"{metric.baseline:.5g}", f"{metric.candidate:.5g}", f"{metric.shift_in_noise:+.2g}")
         verdict = f"{metric.verdict} ({metric.remark})" if metric.remark else metric.verdict
-        table.add_row(
-            metric.name,
-            _step(metric.first),
-            f"{metric.baseline:.5g}",
-            f"{metric.candidate:.5g}",
-            f"{metric.shift_in_noise:+.2g}",
-            _step(metric.outside),
-            f"{metric.p:.2g}",
-            verdict,
-        )
-    return table
+        rows.append((metric.name, _step(metric.first), *numbers, _step(metric.outside), f"{metric.p:.2g}", verdict))
+    return aligned(rows, right=range(1, 7))
 
 
-def _cost_table(comparison: Comparison) -> Table:
-    table = Table(title="time and memory, without a verdict", title_justify="left", box=None, pad_edge=False)
-    table.add_column("metric", no_wrap=True)
-    for title in ("baseline", "run", "ratio"):
-        table.add_column(title, no_wrap=True, justify="right")
+def _cost_table(comparison: Comparison) -> str:
     ordered = sorted(comparison.costs, key=lambda cost: -abs(math.log(cost.ratio)) if cost.ratio > 0 else 0.0)
-    for cost in ordered[:_SHOWN]:
-        table.add_row(cost.name, f"{cost.baseline:.4g}", f"{cost.candidate:.4g}", f"{cost.ratio:.2f}")
-    return table
+    rows = [("metric", "baseline", "run", "ratio")]
+    rows += [
+        (cost.name, f"{cost.baseline:.4g}", f"{cost.candidate:.4g}", f"{cost.ratio:.2f}")
+        for cost in ordered[:_SHOWN]
+    ]
+    return aligned(rows, right=range(1, 4))
 
 
 def _step(step: int | None) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
-from rich.table import Table
 
 from rlhf_launch.config.run import OnlineConfig
+from rlhf_launch.replay.parting import Parting
 from rlhf_launch.replay.result import Replay
-
-_WIDTH = 160
-"""Names and places are printed whole, also where the output is no terminal."""
+from rlhf_launch.tables import aligned
 
 
 def print_replay(replay: Replay, console: Console) -> None:
@@ -19,23 +19,27 @@ def print_replay(replay: Replay, console: Console) -> None:
         f"step {bundle.step} of {bundle.origin.output}, from {replay.weights}; then {_how(bundle.config())}, now "
         f"{_how(replay.config)}",
         soft_wrap=True,
+        markup=False,
     )
-    table = Table(box=None, pad_edge=False)
-    for title in ("stage", "quantity", "largest", "mean", "", "at"):
-        table.add_column(title, no_wrap=True, justify="right" if title in ("largest", "mean") else "left")
-    stage = ""
-    for parting in replay.partings:
-        mark = "equal" if parting.equal else "PARTS" if parting.parted else "within"
-        first = "" if parting.stage == stage else parting.stage
-        stage = parting.stage
-        table.add_row(first, parting.name, _number(parting.largest), _number(parting.mean), mark, parting.where)
     if replay.partings:
-        console.print(table, width=max(console.width, _WIDTH), crop=False)
+        console.print(_table(replay.partings), soft_wrap=True, markup=False)
     for note in replay.notes:
-        console.print(f"  {note}", soft_wrap=True)
+        console.print(f"  {note}", soft_wrap=True, markup=False)
     if bundle.error is not None:
-        console.print(f"  then it ended in {bundle.error}; now in {replay.error or 'no error'}", soft_wrap=True)
-    console.print(summary(replay), soft_wrap=True)
+        console.print(
+            f"  then it ended in {bundle.error}; now in {replay.error or 'no error'}", soft_wrap=True, markup=False
+        )
+    console.print(summary(replay), soft_wrap=True, markup=False)
+
+
+def _table(partings: Sequence[Parting]) -> str:
+    rows = [("stage", "quantity", "largest", "mean", "", "at")]
+    stage = ""
+    for parting in partings:
+        mark = "equal" if parting.equal else "PARTS" if parting.parted else "within"
+        first, stage = "" if parting.stage == stage else parting.stage, parting.stage
+        rows.append((first, parting.name, _number(parting.largest), _number(parting.mean), mark, parting.where))
+    return aligned(rows, right=[2, 3])
 
 
 def summary(replay: Replay) -> str:
