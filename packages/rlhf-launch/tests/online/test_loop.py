@@ -11,6 +11,7 @@ from rlhf_launch.online.loop import OnlineRun, Schedule, finish_step, run_steps
 from rlhf_launch.online.report import Reporter
 from rlhf_launch.online.state import RunState
 from rlhf_launch.samples.prompts import PromptStream
+from rlhf_launch.workers.waits import Waits
 
 
 class Engine:
@@ -54,7 +55,7 @@ class Run:
             schedule=Schedule(**{"steps": 100, "best_metric": "eval/sums/reward", **schedule}),
             trainer=types.SimpleNamespace(step=lambda groups, step, clock, trace: (Nothing(), {"reward": 0.0})),
             producer=producer,
-            pool=types.SimpleNamespace(lost={}, take_idle_seconds=lambda: 0.0),
+            pool=types.SimpleNamespace(lost={}, take_idle_seconds=lambda: 0.0, waits=Waits()),
             sync=None,
             replacement=types.SimpleNamespace(
                 suspended=contextlib.nullcontext,

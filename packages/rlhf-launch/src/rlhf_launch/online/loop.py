@@ -75,7 +75,7 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
     remarks = Remarks()
     for step in range(run.state.step, run.schedule.steps):
         run.stop.check()
-        clock = PhaseClock()
+        clock = PhaseClock(run.pool.waits.clock.now)
         groups, waited = run.producer.collect()
         clock.add(waited.seconds)
         if run.pool.lost:

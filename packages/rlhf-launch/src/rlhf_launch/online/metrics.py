@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rlhf_core import Batch, StepReport
@@ -13,16 +13,17 @@ from rlhf_rollout import ScoredGroup
 class PhaseClock:
     """Seconds spent in each phase of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
-        self._begin = time.perf_counter()
+        self._now = now
+        self._begin = now()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a phase."""
-        begin = time.perf_counter()
+        begin = self._now()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - begin
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Add seconds of phases that were timed elsewhere."""
@@ -36,7 +37,7 @@ class PhaseClock:
         that the trainer waited.
         """
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
-        metrics["seconds/step"] = time.perf_counter() - self._begin
+        metrics["seconds/step"] = self._now() - self._begin
         sampled, trained = int(batch.response_mask.sum()), batch.tokens
         for phase, tokens in (("rollout", sampled), ("score", trained), ("train", trained)):
             whole_step = phase == "rollout" and overlapping

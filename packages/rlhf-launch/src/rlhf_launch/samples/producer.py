@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -104,7 +103,7 @@ class Producer:
             RewardError: a reward failed and its failure handling says to stop, or no prompt has a usable score.
             RLHFError: whatever else ended generation.
         """
-        begin = time.perf_counter()
+        begin = self._waits.clock.now()
         with self._lock:
             self._open = True
             self._fill()
@@ -122,7 +121,7 @@ class Producer:
                 f"step {self.ledger.step - 1}: no sample of {counts['prompts/dropped']:g} prompts has a score; see "
                 "the warnings above"
             )
-        end = time.perf_counter()
+        end = self._waits.clock.now()
         generated = min(max(self._last_generated, begin), end)
         seconds = {"rollout": generated - begin, "reward": end - generated}
         return groups, CollectReport(seconds=seconds, counts=counts, prompts=settled)
@@ -224,7 +223,7 @@ class Producer:
 
     async def _produce(self, position: int, prompt: Prompt) -> None:
         def generated() -> None:
-            self._last_generated = time.perf_counter()
+            self._last_generated = self._waits.clock.now()
 
         try:
             group = await self._make.group(prompt, str(position), self._config.samples, generated=generated)

@@ -11,6 +11,7 @@ from rlhf_core import (
     PARTIAL_SYNCS,
     BackendCapabilities,
     ConfigError,
+    DeadlineExceeded,
     EngineDiedError,
     GenerationRequest,
     GenerationResult,
@@ -29,7 +30,7 @@ from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.load import EngineLoads
 from rlhf_launch.workers.probe import ProbeCheck
-from rlhf_launch.workers.waits import Waits
+from rlhf_launch.workers.waits import Waits, WorkerLostError
 
 _STALE_PAUSE_S = 0.2
 
@@ -39,9 +40,9 @@ class RolloutPool:
 
     def __init__(self, handles: Sequence[Handle], *, waits: Waits | None = None) -> None:
         self._handles = list(handles)
-        self._loads = EngineLoads(len(self._handles))
         self.waits = waits or Waits()
         """How its answers are waited for."""
+        self._loads = EngineLoads(len(self._handles), clock=self.waits.clock.now)
         for engine, handle in enumerate(self._handles):
             self._watch(engine, handle)
         self._capabilities: list[BackendCapabilities] = []
@@ -179,7 +180,7 @@ class RolloutPool:
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         while True:
-            while not self.live:
+            while len(self._lost) == self.engines:
                 await self.waits.clock.in_thread(self._replace_lost)
             try:
                 return await self._generate_once(request)
@@ -285,8 +286,13 @@ class RolloutPool:
                 self.waits.gather(
                     [call], what=f"rollout engine {engine} to {method}", workers=[self._handles[engine]]
                 )
+            except WorkerLostError:
+                raise
             except EngineDiedError as error:
                 self.drop(engine, str(error))
+            except DeadlineExceeded:  # it stands still or is cut off; the run goes on without it
+                self.drop(engine, f"it did not {method} when it was asked to")
+                self._handles[engine].end()
 
 
 def _rest(request: GenerationRequest, index: int, sample: Sample) -> GenerationRequest:
