@@ -77,19 +77,29 @@ class RolloutReplacement:
 
     def sync(self, version: int) -> SyncReport:
         """Bring all engines to `version`, from inside `suspended`, and replacements if all turn out dead."""
-        if self._pool.live:
-            try:
-                return self._sync(version)
-            except EngineDiedError:
-                if self._pool.live:
+        replaced = False
+        while True:
+            if self._pool.live:
+                try:
+                    report = self._sync(version)
+                    break
+                except WorkerLostError:
                     raise
-        while not self._pool.live:
+                except EngineDiedError:  # of the last one; replacements may die in turn
+                    if self._pool.live:
+                        raise
+            replaced = True
             self._begin()
             for engine in self._up():
-                # Requests that wait for an engine must not get the weights that it started with.
-                self._pool.admit(engine, paused=True)
-        report = self._sync(version)
-        self._pool.resume()
+                try:
+                    # Requests that wait for an engine must not get the weights that it started with.
+                    self._pool.admit(engine, paused=True)
+                except WorkerLostError:
+                    raise
+                except (EngineDiedError, DeadlineExceeded) as error:
+                    self._failed(engine, self._pool.handle_of(engine), error)
+        if replaced:
+            self._pool.resume()
         return report
 
     def stop(self) -> None:
