@@ -14,6 +14,8 @@ DeepSpeed rank for the policy and a vLLM engine, weights travel by the run's own
 Wall time per step, without the first steps, which fill the pipeline. The table also says how long trainer and
 engines were idle, and how stale the samples were. `bound` is what perfect overlap of the two phases of `alternate`
 would give: their sum over the longer one. On two cores trainer and engine have one each.
+
+`forecast` is what `rlhf simulate` says of each mode from the lengths and timings that `alternate` has recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from rlhf_algos import from_mapping
+from rlhf_algos import from_mapping, read_metrics
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch import (
     CheckpointStore,
@@ -42,6 +44,8 @@ from rlhf_launch import (
     run_steps,
     schedule_of,
 )
+from rlhf_launch.simulation.forecast import forecast
+from rlhf_launch.simulation.records import RecordedSetting, recorded
 
 FILL = 2
 """Steps that are not counted."""
@@ -105,6 +109,8 @@ def measure(run: OnlineRun, config: OnlineConfig, mode: str, *, steps: int) -> d
     means = {name: sum(row[f"seconds/{name}"] for row in found) / len(found) for name in wanted}
     means["engines_idle"] = sum(row["idle_seconds/engines"] for row in found) / len(found)
     return means | {
+        "first": version,
+        "steps": steps,
         "staleness": sum(row["staleness/mean"] for row in found) / len(found),
         "staleness_max": max(row["staleness/max"] for row in found),
         "tokens": sum(row["response_length"] for row in found) / len(found),
@@ -114,6 +120,28 @@ def measure(run: OnlineRun, config: OnlineConfig, mode: str, *, steps: int) -> d
 def rows_of(run: OnlineRun) -> list[dict[str, float]]:
     lines = (run.reporter.directory / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "reward" in row]
+
+
+def print_forecast(best: dict[str, dict[str, float]], run: OnlineRun, config: OnlineConfig, first: int) -> None:
+    """Forecast each mode from the steps of `alternate` that begin after `first`."""
+    prompts = read_metrics(run.reporter.directory / "samples.jsonl")
+    setting = RecordedSetting(
+        engines=config.rollout.engines,
+        per_step=config.train.prompts_per_step,
+        samples=config.rollout.samples_per_prompt,
+        during_training="rest",
+        max_num_seqs=config.rollout.max_num_seqs,
+    )
+    last = first + FILL + int(best["alternate"]["steps"])
+    rows = [row for row in rows_of(run) if first < row["step"] <= last]
+    run_records = recorded(setting, rows, prompts, source="alternate")
+    print(f"{'mode':<10} {'measured s/step':>16} {'forecast s/step':>16} {'off by':>8}")
+    for mode, found in best.items():
+        overlap = MODES[mode] or {}
+        during = "rest" if not overlap else ("pause" if overlap.get("pause_while_training") else "run")
+        other = replace(setting, during_training=during, max_staleness=overlap.get("max_staleness", 0))
+        seconds = found["forecast"] = forecast(run_records, other).step_s
+        print(f"{mode:<10} {found['step']:>16.2f} {seconds:>16.2f} {seconds / found['step'] - 1:>+8.1%}")
 
 
 def print_table(best: dict[str, dict[str, float]]) -> None:
@@ -155,7 +183,8 @@ def main() -> None:
                     print(f"turn {turn} {mode}: {found['step']:.2f} s per step", flush=True)
                     if mode not in best or found["step"] < best[mode]["step"]:
                         best[mode] = found
-    print_table(best)
+            print_table(best)
+            print_forecast(best, run, config, int(best["alternate"]["first"]))
     if options.json:
         options.json.write_text(json.dumps(best, indent=1))
 

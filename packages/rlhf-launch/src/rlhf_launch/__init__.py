@@ -61,6 +61,9 @@ if TYPE_CHECKING:
         trajectories_of,
     )
     from rlhf_launch.seeds import request_seed
+    from rlhf_launch.simulation.forecast import Alternatives, Forecast, forecast
+    from rlhf_launch.simulation.records import RecordedRun, RecordedSetting, read_run
+    from rlhf_launch.simulation.run import SimulatedRun, Simulation, SimulationReport
     from rlhf_launch.weight_sync.replacement import RolloutReplacement
     from rlhf_launch.weight_sync.report import SyncReport
     from rlhf_launch.weight_sync.sync import WeightSync
@@ -118,6 +121,9 @@ _MODULES = {
         "trajectories_of",
     ),
     "seeds": ("request_seed",),
+    "simulation.forecast": ("Alternatives", "Forecast", "forecast"),
+    "simulation.records": ("RecordedRun", "RecordedSetting", "read_run"),
+    "simulation.run": ("SimulatedRun", "Simulation", "SimulationReport"),
     "weight_sync.replacement": ("RolloutReplacement",),
     "weight_sync.report": ("SyncReport",),
     "weight_sync.sync": ("WeightSync",),
@@ -131,6 +137,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AlgorithmSection",
+    "Alternatives",
     "Bundle",
     "BundleSection",
     "CheckedReward",
@@ -143,6 +150,7 @@ __all__ = [
     "Evaluator",
     "Executor",
     "Finding",
+    "Forecast",
     "Gap",
     "GenerateConfig",
     "GenerationReport",
@@ -174,6 +182,8 @@ __all__ = [
     "PromptStream",
     "Pulse",
     "RayCluster",
+    "RecordedRun",
+    "RecordedSetting",
     "Replay",
     "Reporter",
     "RewardSection",
@@ -183,6 +193,9 @@ __all__ = [
     "RolloutSection",
     "RunResult",
     "Schedule",
+    "SimulatedRun",
+    "Simulation",
+    "SimulationReport",
     "SyncReport",
     "TrainGroup",
     "Trainer",
@@ -202,6 +215,7 @@ __all__ = [
     "compare_runs",
     "engine_plans",
     "episode_sampler",
+    "forecast",
     "generate",
     "greedy_sampling",
     "open_executor",
@@ -214,6 +228,7 @@ __all__ = [
     "read_bundle",
     "read_histories",
     "read_prompts",
+    "read_run",
     "replay_step",
     "request_seed",
     "response_sampler",

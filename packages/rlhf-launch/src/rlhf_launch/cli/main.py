@@ -20,6 +20,7 @@ from rlhf_launch.cli.generate import generate
 from rlhf_launch.cli.merge_lora import merge_lora
 from rlhf_launch.cli.offline import offline
 from rlhf_launch.cli.replay import replay
+from rlhf_launch.cli.simulate import simulate
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
 
@@ -168,6 +169,7 @@ app.command()(compare)
 app.command()(init)
 app.command()(generate)
 app.command()(offline)
+app.command()(simulate)
 app.command("merge-lora")(merge_lora)
 app.command()(replay)
 app.add_typer(doctor, name="doctor")
