@@ -211,7 +211,8 @@ class SimulatedEngine:
         self.lost: str | None = None
         """What it died of."""
         self._weights, self._clock, self._speed = weights, weights.clock, speed
-        self._lengths, self._pause_mode, self._start_s = lengths, pause_mode, start_s
+        self._lengths, self._start_s = lengths, start_s
+        self._pause_mode: PauseMode = pause_mode
         self._cut_off_until = 0.0
         self._held_back: list[Callable[[], None]] = []
         self._unanswered: dict[Future[Any], None] = {}
@@ -301,7 +302,7 @@ class SimulatedEngine:
             self._clock.loop.call_later(self._start_s, self._answer, answer, self._start_s)
 
     def _on_capabilities(self, answer: Future[Any]) -> None:
-        modes = frozenset[PauseMode]([self._pause_mode])
+        modes: frozenset[PauseMode] = frozenset((self._pause_mode,))
         self._answer(answer, BackendCapabilities(transports=frozenset({"disk"}), pause_modes=modes))
 
     def _on_shared_memory(self, answer: Future[Any]) -> None:
