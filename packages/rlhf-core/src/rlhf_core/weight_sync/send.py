@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -30,19 +31,32 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
     """
     buckets = manifest.buckets()
     if sender is None:
-        for bucket in buckets:
-            if (packing := _packing(source, bucket)) is not None:
-                packing.pack(bucket, None)
-            else:
-                for _ in source.gather(bucket):
-                    pass
-            note_progress("bytes", bucket.nbytes)
+        _take_part(source, buckets)
         return
-    with closed_on_error(sender):
-        _send(source, manifest, buckets, sender)
+    gathered: list[Bucket] = []
+    try:
+        with closed_on_error(sender):
+            _send(source, manifest, sender, gathered)
+    except Exception:
+        # The other ranks know nothing of the failure, and wait for this one in every gather that is left.
+        with contextlib.suppress(Exception):
+            _take_part(source, buckets[len(gathered) :])
+        raise
 
 
-def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Bucket], sender: Sender) -> None:
+def _take_part(source: WeightSource, buckets: Sequence[Bucket]) -> None:
+    """Gather with the other ranks, and send nothing."""
+    for bucket in buckets:
+        if (packing := _packing(source, bucket)) is not None:
+            packing.pack(bucket, None)
+        else:
+            for _ in source.gather(bucket):
+                pass
+        note_progress("bytes", bucket.nbytes)
+
+
+def _send(source: WeightSource, manifest: WeightManifest, sender: Sender, gathered: list[Bucket]) -> None:
+    buckets = manifest.buckets()
     # Large tensors that travel alone are mostly sent in place and need no buffer.
     shared = [bucket.nbytes for bucket in buckets if len(bucket.tensors) > 1 or _packing(source, bucket)]
     pending: list[Sending | None] = [None, None]
@@ -58,6 +72,7 @@ def _send(source: WeightSource, manifest: WeightManifest, buckets: Sequence[Buck
         if (sending := pending[slot]) is not None:
             sending.wait()
         flat = _filled(source, bucket, sender.device, partial(buffer, slot, bucket.nbytes))
+        gathered.append(bucket)
         if bucket.checksum:
             write_checksum(manifest, bucket, flat)
         pending[slot] = sender.send(flat, bucket)
