@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import DeadlineExceeded, EngineDiedError
+from rlhf_core import DeadlineExceeded, EngineDiedError, WeightSyncError
 
 from rlhf_launch.placement.executor import Executor
 from rlhf_launch.weight_sync.report import SyncReport
 from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.weight_sync.verification import ProbeFailed
 from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import WorkerLostError
@@ -66,7 +67,9 @@ class RolloutReplacement:
                     self._bring_up(engine)
                 except WorkerLostError:
                     raise
-                except (EngineDiedError, DeadlineExceeded) as error:
+                except (EngineDiedError, DeadlineExceeded, WeightSyncError) as error:
+                    if _holds_wrong_weights(error):
+                        raise
                     self._failed(engine, self._pool.handle_of(engine), error)
 
     @contextmanager
@@ -195,3 +198,8 @@ class RolloutReplacement:
             *(error, len(self._pool.live), self._left),
         )
         close_workers([handle])
+
+
+def _holds_wrong_weights(error: BaseException) -> bool:
+    """Whether weights have arrived and are wrong: that ends the run, unlike a replacement that is out of reach."""
+    return isinstance(error, ProbeFailed) or isinstance(error.__cause__, ProbeFailed)
