@@ -62,6 +62,12 @@ def chaos(session):
 
 
 @nox.session
+def faults(session):
+    """Workers, Ray's processes and hosts are killed under real runs; prints what each fault costs."""
+    session.run("python", "packages/rlhf-launch/tests/faults/measure.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def families(session):
     """Every model type against its own logits, those of vLLM after weight syncs; writes docs/families.md."""
     for script in ("rlhf-core/tests/families/write_table.py", "rlhf-rollout/tests/families/write_engine_table.py"):

@@ -23,12 +23,13 @@ def faulty_plugins():
 
 @pytest.fixture
 def fault(monkeypatch, tmp_path):
-    """Let one of the engines break: `fault("policy-1", "step", call=2)`; returns the flag that tells of it."""
+    """Let engines break, one after the other: `fault("policy-1", "step", call=2)`; returns the flag of each."""
+    planned = []
 
     def plan(worker, point, **details):
-        flag = tmp_path / "flag"
-        details = {"flag": str(flag), "worker": worker, "point": point, **details}
-        monkeypatch.setenv("FAULT", json.dumps(details))
+        flag = tmp_path / f"flag-{len(planned)}"
+        planned.append({"flag": str(flag), "worker": worker, "point": point, **details})
+        monkeypatch.setenv("FAULTS", json.dumps(planned))
         return flag
 
     return plan

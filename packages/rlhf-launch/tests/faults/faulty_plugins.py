@@ -1,8 +1,8 @@
 """Engines and backends that break at a named point, once: what the tests of faults train and sample with.
 
-The variable FAULT holds a `Fault` as JSON. Whoever comes to its point first takes the flag, a file, writes the time
-and the process into it, and does to itself what the fault says; later ones, replacements and restarts among them,
-find the flag taken.
+The variable FAULTS holds a list of `Fault` as JSON. Whoever comes to the point of one first takes its flag, a file,
+writes the time and the process into it, and does to itself what the fault says; later ones, replacements and
+restarts among them, find the flag taken. A fault waits for those before it in the list.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class Fault:
 
 
 def happens(worker: str, point: str, call: int) -> None:
-    """Break here, if this is the point."""
-    if "FAULT" not in os.environ:
-        return
-    fault = Fault(**json.loads(os.environ["FAULT"]))
-    if (worker, point) != (fault.worker, fault.point) or call < fault.call:
+    """Break here, if this is the point of the next fault."""
+    faults = [Fault(**fields) for fields in json.loads(os.environ.get("FAULTS", "[]"))]
+    fault = next((fault for fault in faults if not os.path.exists(fault.flag)), None)
+    if fault is None or (worker, point) != (fault.worker, fault.point) or call < fault.call:
         return
     try:
         flag = os.open(fault.flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -68,7 +67,12 @@ def happens(worker: str, point: str, call: int) -> None:
 
 
 class Counting:
-    """Calls are counted by method."""
+    """Calls are counted by method; what is to break travels from the process of the command to the worker's."""
+
+    @classmethod
+    def env_vars(cls, config):
+        inherited = getattr(super(), "env_vars", None)
+        return {**(inherited(config) if inherited else {}), "FAULTS": os.environ.get("FAULTS", "[]")}
 
     def reach(self, worker: str, point: str) -> None:
         calls = self.__dict__.setdefault("_calls", {})

@@ -1,6 +1,6 @@
 """`nox -s faults`: break real runs, one fault after the other, and print what each of them cost.
 
-    python packages/rlhf-launch/tests/faults/measure.py [--only WORD] [--slow] [--list]
+    python packages/rlhf-launch/tests/faults/measure.py [--only WORD ...] [--slow] [--list]
 
 Every row is a run of the `rlhf` command of its own: Ray, two ZeRO-3 ranks, two rollout engines, tiny models. A run
 that ended is resumed, and its weights are compared with those of a run that nothing has disturbed.
@@ -22,11 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import two_hosts
 import yaml
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
@@ -41,19 +42,26 @@ ls -A /dev/shm | sed 's,^,/dev/shm/,' > "$LEFT"; ls -A /tmp | sed 's,^,/tmp/,' >
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One fault, and what the run is to make of it."""
+class Break:
+    """One fault, and how the run is to name it."""
 
     fault: str
     """In words."""
     named: str
-    """A pattern of what is to be said, first of all."""
+    """A pattern of what is said of it."""
     plan: dict[str, Any] | None = None
     """See faulty_plugins.Fault; without one, `strike` does it."""
     strike: Callable[[Run], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run in which things break, one after the other, and what is to become of it."""
+
+    breaks: tuple[Break, ...]
     changes: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
-    """Whether the run reaches its end all the same."""
+    """Whether the run reaches its end all the same; else it ends, and is resumed."""
     slow: bool = False
 
 
@@ -165,7 +173,12 @@ class Bench:
 
     @contextmanager
     def start(
-        self, changes: dict[str, Any], *arguments: str, folder: Path | None = None, fault: str | None = None
+        self,
+        changes: dict[str, Any],
+        *arguments: str,
+        folder: Path | None = None,
+        faults: str = "[]",
+        host: two_hosts.Host | None = None,
     ) -> Iterator[Run]:
         """The command on these settings; whatever of it is left is ended when the block ends."""
         self._number += 1
@@ -173,10 +186,12 @@ class Bench:
         file = self.folder / f"{folder.name}.yaml"
         file.write_text(yaml.safe_dump(self.settings(changes) | {"output": str(folder)}))
         env = os.environ | {"PYTHONPATH": os.pathsep.join(MODULES), "LEFT": str(self.left), "COLUMNS": "400"}
-        env |= {"RLHF_LOG": "WARNING"} | ({"FAULT": fault} if fault else {})
+        env |= {"RLHF_LOG": "WARNING", "FAULTS": faults}
         self.left.unlink(missing_ok=True)
         command = [sys.executable, "-c", "from rlhf_launch.cli.main import main; main()", "train", str(file)]
-        if os.geteuid() == 0:
+        if host is not None:
+            command, env = host.command(*command), env | host.env
+        elif os.geteuid() == 0:
             command = ["unshare", "--mount", "sh", "-c", ROOT_SHELL, "sh", *command]
         process = subprocess.Popen(
             [*command, *arguments],
@@ -218,51 +233,53 @@ class Finding:
     seconds: float | None
     """From the fault to the line that names it."""
     said: str
-    ended: float
-    """Seconds from the fault to the end of the command."""
+    ended: float | None
+    """Seconds from the fault to the end of the command; None where the run goes on."""
     lost: str
     left: str
     good: bool
 
 
-def examine(bench: Bench, case: Case) -> Finding:
+def examine(bench: Bench, case: Case) -> list[Finding]:
     """Break a run as the case says, and see what becomes of it."""
     whole = bench.whole(case.changes)
-    flag = bench.folder / "flag"
-    flag.unlink(missing_ok=True)
-    plan = None if case.plan is None else json.dumps({"flag": str(flag), **case.plan})
-    with bench.start(case.changes, fault=plan) as run:
-        if case.strike is not None:
-            wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 300)
-            flag.write_text(json.dumps({"time": time.time()}))
-            case.strike(run)
-        run.process.wait(600)
+    flags = [bench.folder / f"flag-{number}" for number in range(len(case.breaks))]
+    for flag in flags:
+        flag.unlink(missing_ok=True)
+    plans = [{"flag": str(flag), **(broken.plan or {})} for flag, broken in zip(flags, case.breaks, strict=True)]
+    faults = json.dumps([plan for plan in plans if len(plan) > 1])
+    with bench.start(case.changes, faults=faults) as run:
+        for flag, broken in zip(flags, case.breaks, strict=True):
+            if broken.strike is not None:
+                wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 300)
+                flag.write_text(json.dumps({"time": time.time()}))
+                broken.strike(run)
+        run.process.wait(900)
         ended = time.time()
         left = describe_left(bench, run)
-    if not flag.exists():
-        return Finding(
-            fault=case.fault,
-            seconds=None,
-            said="never happened",
-            ended=0,
-            lost=run.text[-300:],
-            left="",
-            good=False,
-        )
-    struck = json.loads(flag.read_text())["time"]
-    said = next(((at, line) for at, line in run.lines if at >= struck - 0.05 and re.search(case.named, line)), None)
     lost, good = what_is_lost(bench, case, run, whole)
-    if said is None or not good or os.environ.get("FAULTS_VERBOSE"):
-        print(f"--- {case.fault}\n{run.text[-6000:]}\n---", file=sys.stderr, flush=True)
-    return Finding(
-        fault=case.fault,
-        seconds=None if said is None else said[0] - struck,
-        said="" if said is None else said[1],
-        ended=ended - struck,
-        lost=lost,
-        left=left,
-        good=good and said is not None and left == "nothing",
-    )
+    findings = []
+    for flag, broken in zip(flags, case.breaks, strict=True):
+        struck = json.loads(flag.read_text())["time"] if flag.exists() else None
+        said = None if struck is None else first_line(run, broken.named, struck)
+        findings.append(
+            Finding(
+                fault=broken.fault if struck is not None else f"{broken.fault} (never happened)",
+                seconds=None if said is None or struck is None else said[0] - struck,
+                said="" if said is None else said[1],
+                ended=None if case.goes_on or struck is None else ended - struck,
+                lost=lost,
+                left=left,
+                good=good and said is not None and left == "nothing",
+            )
+        )
+    if not all(found.good for found in findings) or os.environ.get("FAULTS_VERBOSE"):
+        print(f"--- {[found.fault for found in findings]}\n{run.text[-9000:]}\n---", file=sys.stderr, flush=True)
+    return findings
+
+
+def first_line(run: Run, pattern: str, since: float) -> tuple[float, str] | None:
+    return next(((at, line) for at, line in run.lines if at >= since - 0.05 and re.search(pattern, line)), None)
 
 
 def what_is_lost(bench: Bench, case: Case, run: Run, whole: Path) -> tuple[str, bool]:
@@ -316,67 +333,155 @@ def killed(worker: str, point: str, call: int = 2, **details: Any) -> dict[str, 
     return {"worker": worker, "point": point, "call": call, **details}
 
 
-RANK = r"error: \w+: policy-1 \(process \d+ on [\d.]+\) died during "
+def rank(*methods: str) -> str:
+    return rf"policy-1 \(process \d+ on [\d.]+\) died during ({'|'.join((*methods, 'pulse'))})"
+
+
+ENGINE = r"rollout engine \d is lost \(rollout-\d \(process \d+ on [\d.]+\) died during "
+HEAD = r"Ray's head at [\d.]+ is gone"
 CASES = [
     Case(
-        fault="rollout engine, SIGKILL in generation",
-        plan=killed("rollout", "generate", 6),
-        named=r"rollout engine \d is lost \(rollout-\d \(process \d+ on [\d.]+\) died during generate",
+        breaks=(
+            Break(
+                fault="rollout engine, SIGKILL in generation",
+                plan=killed("rollout", "generate", 2),
+                named=ENGINE + "(generate|pulse)",
+            ),
+            Break(
+                fault="training rank, SIGKILL in scoring", plan=killed("policy-1", "score", 2), named=rank("score")
+            ),
+            Break(
+                fault="rollout engine, SIGKILL in a weight sync",
+                plan=killed("rollout", "sync", 2),
+                named=ENGINE + "(receive_weights|pulse)",
+            ),
+            Break(
+                fault="training rank, SIGKILL in stepping", plan=killed("policy-1", "step", 2), named=rank("step")
+            ),
+            Break(
+                fault="training rank, SIGKILL in a weight sync",
+                plan=killed("policy-1", "sync", 2),
+                named=rank("send"),
+            ),
+            Break(
+                fault="training rank, SIGKILL in saving, when its part is written",
+                plan=killed("policy-1", "saved", 1),
+                named=rank("save"),
+            ),
+        ),
+        changes={"placement.restarts": 4},
         goes_on=True,
     ),
     Case(
-        fault="rollout engine, SIGKILL in a weight sync",
-        plan=killed("rollout", "sync"),
-        named=r"rollout engine \d is lost \(rollout-\d \(process \d+ on [\d.]+\) died during receive_weights",
+        breaks=(
+            Break(
+                fault="training rank, SIGKILL in saving, before its part is written",
+                plan=killed("policy-1", "save", 2),
+                named="error: .*" + rank("save"),
+            ),
+        ),
+    ),
+    Case(
+        breaks=(
+            Break(
+                fault="training rank, SIGSTOP in stepping, `timeout_s: 20`",
+                plan=killed("policy-1", "step", 2, act="SIGSTOP"),
+                named=r"DeadlineExceeded|nothing has moved for .* policy",
+            ),
+        ),
+        changes={"placement.timeout_s": 20, "placement.restarts": 1},
         goes_on=True,
     ),
     Case(
-        fault="reward model's worker, SIGKILL in scoring",
-        plan=killed("reward-0", "score"),
-        named=r"error: .*reward-model-0 \(process \d+ on [\d.]+\) died during score",
-        changes={"reward": {"model": "REWARD"}},
-    ),
-    *(
-        Case(fault=f"training rank, SIGKILL in {word}", plan=killed("policy-1", point), named=RANK + method)
-        for word, point, method in (
-            ("scoring", "score", "score"),
-            ("stepping", "step", "step"),
-            ("a weight sync", "sync", "send"),
-            ("saving, before its part is written", "save", "save"),
-            ("saving, after its part is written", "saved", "save"),
-        )
-    ),
-    Case(
-        fault="training rank, SIGKILL in stepping, `restarts: 1`",
-        plan=killed("policy-1", "step", 3),
-        named=r"policy-1 \(process \d+ on [\d.]+\) died during step",
+        breaks=(Break(fault="Ray's head (gcs_server), SIGKILL", strike=kill_of_ray("gcs_server"), named=HEAD),),
         changes={"placement.restarts": 1},
         goes_on=True,
     ),
     Case(
-        fault="training rank, SIGSTOP in stepping, `timeout_s: 20`",
-        plan=killed("policy-1", "step", act="SIGSTOP"),
-        named=r"error: DeadlineExceeded: .*policy-1",
-        changes={"placement.timeout_s": 20},
+        breaks=(
+            Break(
+                fault="Ray's raylet, SIGKILL",
+                strike=kill_of_ray("raylet"),
+                named=r"Ray's raylet on this host \([\d.]+\) is gone",
+            ),
+        ),
     ),
     Case(
-        fault="Ray's head (gcs_server), SIGKILL",
-        strike=kill_of_ray("gcs_server"),
-        named=r"Ray's head at [\d.]+ is gone",
-    ),
-    Case(
-        fault="Ray's raylet, SIGKILL",
-        strike=kill_of_ray("raylet"),
-        named=r"Ray's raylet on this host \([\d.]+\) is gone",
-    ),
-    Case(
-        fault="Ray's head (gcs_server), SIGKILL, `restarts: 1`",
-        strike=kill_of_ray("gcs_server"),
-        named=r"Ray's head at [\d.]+ is gone",
-        changes={"placement.restarts": 1},
+        breaks=(
+            Break(
+                fault="reward model's worker, SIGKILL in scoring",
+                plan=killed("reward-0", "score", 3),
+                named=r"reward-model-0 .*died during (score|pulse)",
+            ),
+        ),
+        changes={"reward": {"model": "REWARD"}, "placement.restarts": 1},
         goes_on=True,
+    ),
+    Case(
+        breaks=(
+            Break(
+                fault="a worker process of vLLM (tensor parallel), SIGKILL in generation",
+                strike=lambda run: kill_below(run, "VLLM"),
+                named=r"rollout engine 0 is lost \(.*worker process \S+ was killed by signal 9",
+            ),
+        ),
+        changes={
+            "rollout.backend": "vllm",
+            "rollout.engines": 1,
+            "rollout.tensor_parallel_size": 2,
+            "train.steps": 6,
+        },
+        goes_on=True,
+        slow=True,
     ),
 ]
+
+
+def kill_below(run: Run, word: str) -> None:
+    """End the first process under a run whose command has this word in it."""
+    for pid in descendants(run.process.pid):
+        if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise LookupError(f"no process under the run has {word!r} in its command")
+
+
+def examine_hosts(bench: Bench, way: str) -> Finding:
+    """Run on two hosts, and lose the second one: by its end (`kill`), or by its wire (`cut_off`)."""
+    words = {"kill": "a host, all its processes SIGKILLed", "cut_off": "a host, its network cut off"}[way]
+    changes = {
+        "placement.ray_address": f"10.77.0.1:{two_hosts.PORT}",
+        "placement.cpus_per_worker": 1,
+        "train.steps": 12,
+    }
+    scratch = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))
+    env = {"PYTHONPATH": os.pathsep.join(MODULES), "PATH": os.environ["PATH"]}
+    try:
+        with two_hosts.two_hosts(scratch, env, (2, 2)) as (first, second):
+            with bench.start(changes, host=first) as run:
+                wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 400)
+                held = "training ranks" if second.workers("Train") else "rollout engines"
+                struck = time.time()
+                getattr(second, way)()
+                run.process.wait(400)
+                ended = time.time()
+                held_by_first = [pid for pid in first.processes() if "Worker" in command_of(pid)]
+            said = first_line(run, r"10\.77\.0\.2", struck)
+            whole = "continue with: rlhf train" in run.text and run.process.returncode == 1
+            if said is None or not whole:
+                print(f"--- {words}\n{run.text[-9000:]}\n---", file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    done = max((int(path.name[-6:]) for path in (run.folder / "checkpoints").glob("step-*")), default=0)
+    return Finding(
+        fault=f"{words} (it held the {held})",
+        seconds=None if said is None else said[0] - struck,
+        said="" if said is None else said[1],
+        ended=ended - struck,
+        lost=f"work since step {done}",
+        left=", ".join(map(command_of, held_by_first)) or "nothing",
+        good=said is not None and whole,
+    )
 
 
 def table(findings: list[Finding]) -> str:
@@ -387,19 +492,21 @@ def table(findings: list[Finding]) -> str:
     for found in findings:
         named = "no" if found.seconds is None else "yes"
         seconds = "" if found.seconds is None else f"{found.seconds:.1f}"
-        rows.append(f"| {found.fault} | {seconds} | {found.ended:.0f} s | {named} | {found.lost} | {found.left} |")
+        ended = "goes on" if found.ended is None else f"{found.ended:.0f} s"
+        rows.append(f"| {found.fault} | {seconds} | {ended} | {named} | {found.lost} | {found.left} |")
     return "\n".join(rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="the faults with this word in them")
+    parser.add_argument("--only", nargs="*", default=[""], help="the faults with one of these words in them")
     parser.add_argument("--slow", action="store_true", help="those with vLLM, too")
     parser.add_argument("--list", action="store_true")
     asked = parser.parse_args()
-    cases = [case for case in CASES if asked.only in case.fault and (asked.slow or not case.slow)]
+    cases = [case for case in CASES if asked.slow or not case.slow]
+    cases = [case for case in cases if any(word in broken.fault for broken in case.breaks for word in asked.only)]
     if asked.list:
-        print("\n".join(case.fault for case in cases))
+        print("\n".join(broken.fault for case in cases for broken in case.breaks))
         return 0
     # Whatever a run leaves behind becomes a child of this process, and is seen.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -409,9 +516,19 @@ def main() -> int:
         bench = Bench(folder)
         for case in cases:
             changes = json.loads(json.dumps(case.changes).replace("REWARD", str(folder / "reward")))
-            found = examine(bench, Case(**{**vars(case), "changes": changes}))
+            for found in examine(bench, replace(case, changes=changes)):
+                findings.append(found)
+                print(table([found]).splitlines()[-1], found.said[:300], flush=True)
+        hindrance = two_hosts.why_not()
+        for way in ("kill", "cut_off"):
+            if not any(word in "a host" for word in asked.only):
+                continue
+            if hindrance is not None:
+                print(f"two hosts: not tried, {hindrance}")
+                break
+            found = examine_hosts(bench, way)
             findings.append(found)
-            print(table([found]).splitlines()[-1], "|", found.said[:300], flush=True)
+            print(table([found]).splitlines()[-1], found.said[:300], flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print("\n" + table(findings))

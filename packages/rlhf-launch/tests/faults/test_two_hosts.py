@@ -1,0 +1,78 @@
+"""A host of a Ray cluster goes: its workers are named with it in seconds, those of the other host work on."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import two_hosts
+
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.skipif(two_hosts.why_not() is not None, reason=two_hosts.why_not() or ""),
+]
+
+DRIVER = f"""
+import os, time
+from rlhf_launch.placement.executor import WorkerPlan
+from rlhf_launch.placement.ray import RayCluster
+from rlhf_launch.workers.handles import close_workers
+class Sleeper:
+    def where(self):
+        return os.environ["RLHF_HOST_ADDRESS"], os.environ["GLOO_SOCKET_IFNAME"], os.stat("/dev/shm").st_dev
+    def sleep(self, seconds): time.sleep(seconds)
+    def close(self): pass
+cluster = RayCluster("10.77.0.1:{two_hosts.PORT}")
+handles = cluster.place([WorkerPlan(name=f"w-{{i}}", worker=Sleeper, arguments=(), cpus=1.0) for i in range(4)])
+where = {{handle.name: handle.call("where").result(timeout=120) for handle in handles}}
+for name, (address, interface, shared) in where.items():
+    print("place", name, address, interface, shared, flush=True)
+calls = {{handle.name: handle.call("sleep", 600) for handle in handles}}
+print("ready", flush=True)
+for name, call in calls.items():
+    if where[name][0] == "10.77.0.2":
+        print("lost", call.exception(timeout=120), flush=True)
+for handle in handles:
+    if where[handle.name][0] == "10.77.0.1":
+        print("there", handle.name, calls[handle.name].done(), flush=True)
+        handle.end()
+cluster.close()
+"""
+
+
+@pytest.fixture
+def hosts():
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))  # short: Ray's sockets lie below it
+    with two_hosts.two_hosts(folder, {"PYTHONPATH": str(two_hosts.HERE)}, (2, 2)) as both:
+        yield both
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_workers_of_a_lost_host_are_named_with_it_and_the_others_work_on(hosts):
+    first, second = hosts
+    command = first.command(sys.executable, "-c", DRIVER)
+    lines = []
+    with subprocess.Popen(
+        command, env=os.environ | first.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as driver:
+        for line in driver.stdout:
+            lines.append((time.monotonic(), line.split(maxsplit=1)))
+            if line == "ready\n":
+                struck = time.monotonic()
+                second.kill()
+    assert driver.returncode == 0, lines
+    places = [words[1].split() for _, words in lines if words[:1] == ["place"]]
+    by_address = {address: (interface, shared) for _, address, interface, shared in places}
+    assert by_address["10.77.0.1"][0] == first.device
+    assert by_address["10.77.0.2"][0] == second.device
+    # Shared memory is told apart, so that weights never travel by it from one host to the other.
+    assert by_address["10.77.0.1"][1] != by_address["10.77.0.2"][1]
+    lost = [(at, words[1]) for at, words in lines if words[:1] == ["lost"]]
+    assert len(lost) == 2
+    assert all(" on 10.77.0.2) " in said for _, said in lost)
+    assert max(at for at, _ in lost) - struck < 30
+    assert [words[1].split()[1] for _, words in lines if words[:1] == ["there"]] == ["False", "False"]
