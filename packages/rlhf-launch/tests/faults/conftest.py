@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the tests import from it when they are collected
 
 
 @pytest.fixture(scope="session", autouse=True)
 def faulty_plugins():
-    """Make the engines that break importable, here and in child processes."""
-    sys.path.insert(0, str(HERE))
+    """Make the engines that break importable in child processes, too."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), before]))
     yield
-    sys.path.remove(str(HERE))
     os.environ.pop("PYTHONPATH")
     if before:
         os.environ["PYTHONPATH"] = before
