@@ -236,7 +236,7 @@ class _Rerun:
                 groups[role].load(store.path(step) / role)
                 groups[role].export(scratch / "next" / role)
         else:
-            folders = {role: store.path(step) / role for role in roles}
+            folders: dict[Role, Path] = {role: store.path(step) / role for role in roles}
             export_state(self._then_on_one_process(), folders, scratch / "next")
         for role in roles:
             yield part_models(role, scratch / "next" / role, scratch / "now" / role, self.tolerance)
