@@ -30,10 +30,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from rlhf_algos import from_mapping, read_metrics
+from rlhf_algos import CheckpointStore, from_mapping, read_metrics
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch import (
-    CheckpointStore,
     OnlineConfig,
     OnlineRun,
     Overlap,
