@@ -36,15 +36,16 @@ from rlhf_launch import (
     OnlineConfig,
     OnlineRun,
     Overlap,
+    RecordedSetting,
     Reporter,
     check_inputs,
+    forecast,
     open_producer,
     open_run,
+    recorded,
     run_steps,
     schedule_of,
 )
-from rlhf_launch.simulation.forecast import forecast
-from rlhf_launch.simulation.records import RecordedSetting, recorded
 
 FILL = 2
 """Steps that are not counted."""

@@ -26,12 +26,17 @@ import types
 from pathlib import Path
 
 from rlhf_core import LogProbMeaning, Score, Trajectory
-from rlhf_launch.samples.groups import GroupMaker
-from rlhf_launch.samples.ledger import Ledger, LedgerLimits
-from rlhf_launch.samples.producer import Producer, ProducerConfig
-from rlhf_launch.samples.prompts import Prompt, PromptStream
-from rlhf_launch.samples.reward import Rewarder
-from rlhf_launch.samples.saved_groups import pack_groups
+from rlhf_launch import (
+    GroupMaker,
+    Ledger,
+    LedgerLimits,
+    Producer,
+    ProducerConfig,
+    Prompt,
+    PromptStream,
+    Rewarder,
+    pack_groups,
+)
 
 TOKENS = 16
 

@@ -60,9 +60,10 @@ if TYPE_CHECKING:
         response_sampler,
         trajectories_of,
     )
+    from rlhf_launch.samples.saved_groups import pack_groups
     from rlhf_launch.seeds import request_seed
     from rlhf_launch.simulation.forecast import Alternatives, Forecast, forecast
-    from rlhf_launch.simulation.records import RecordedRun, RecordedSetting, read_run
+    from rlhf_launch.simulation.records import RecordedRun, RecordedSetting, read_run, recorded
     from rlhf_launch.simulation.run import SimulatedRun, Simulation, SimulationReport
     from rlhf_launch.weight_sync.replacement import RolloutReplacement
     from rlhf_launch.weight_sync.report import SyncReport
@@ -113,6 +114,7 @@ _MODULES = {
     "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
     "samples.prompts": ("Prompt", "PromptFormat", "PromptStream", "read_prompts"),
     "samples.reward": ("CheckedReward", "Rewarder", "check_reward", "open_reward"),
+    "samples.saved_groups": ("pack_groups",),
     "samples.sampling": (
         "GroupSampler",
         "episode_sampler",
@@ -122,7 +124,7 @@ _MODULES = {
     ),
     "seeds": ("request_seed",),
     "simulation.forecast": ("Alternatives", "Forecast", "forecast"),
-    "simulation.records": ("RecordedRun", "RecordedSetting", "read_run"),
+    "simulation.records": ("RecordedRun", "RecordedSetting", "read_run", "recorded"),
     "simulation.run": ("SimulatedRun", "Simulation", "SimulationReport"),
     "weight_sync.replacement": ("RolloutReplacement",),
     "weight_sync.report": ("SyncReport",),
@@ -222,6 +224,7 @@ __all__ = [
     "open_producer",
     "open_reward",
     "open_run",
+    "pack_groups",
     "pass_at_k",
     "plot_run",
     "rank_plans",
@@ -229,6 +232,7 @@ __all__ = [
     "read_histories",
     "read_prompts",
     "read_run",
+    "recorded",
     "replay_step",
     "request_seed",
     "response_sampler",
