@@ -64,3 +64,24 @@ def test_a_rank_that_does_not_send_gathers_all():
     source = Source()
     send_weights(source, source.manifest(1), None)
     assert source.gathered == ["w0", "w1", "w2", "w3"]
+
+
+class PackingSource(Source):
+    """Brings its tensors straight to a buffer of the rank that sends, as a sharded engine does."""
+
+    def packs(self, bucket):
+        return True
+
+    def pack(self, bucket, flat):
+        if flat is None:
+            raise WeightSyncError("the rank that sends was called without a buffer")
+        assert flat.numel() == bucket.nbytes
+        self.gathered += [spec.name for spec in bucket.tensors]
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5])
+def test_a_failed_sender_packs_what_is_left_in_vain(at):
+    source, sender = PackingSource(), LosesItsReceiver(at)
+    with pytest.raises(WeightSyncError, match="a receiver is gone"):
+        send_weights(source, source.manifest(1), sender)
+    assert source.gathered == ["w0", "w1", "w2", "w3"]

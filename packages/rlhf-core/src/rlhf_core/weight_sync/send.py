@@ -31,7 +31,8 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
     """
     buckets = manifest.buckets()
     if sender is None:
-        _take_part(source, buckets)
+        for bucket in buckets:
+            _take_part(source, bucket, None)
         return
     gathered: list[Bucket] = []
     try:
@@ -40,19 +41,19 @@ def send_weights(source: WeightSource, manifest: WeightManifest, sender: Sender 
     except Exception:
         # The other ranks know nothing of the failure, and wait for this one in every gather that is left.
         with contextlib.suppress(Exception):
-            _take_part(source, buckets[len(gathered) :])
+            for bucket in buckets[len(gathered) :]:
+                _take_part(source, bucket, torch.empty(bucket.nbytes, dtype=torch.uint8, device=sender.device))
         raise
 
 
-def _take_part(source: WeightSource, buckets: Sequence[Bucket]) -> None:
-    """Gather with the other ranks, and send nothing."""
-    for bucket in buckets:
-        if (packing := _packing(source, bucket)) is not None:
-            packing.pack(bucket, None)
-        else:
-            for _ in source.gather(bucket):
-                pass
-        note_progress("bytes", bucket.nbytes)
+def _take_part(source: WeightSource, bucket: Bucket, flat: Tensor | None) -> None:
+    """Gather with the other ranks, and send nothing; `flat` is where the rank that sends packs in vain."""
+    if (packing := _packing(source, bucket)) is not None:
+        packing.pack(bucket, flat)
+    else:
+        for _ in source.gather(bucket):
+            pass
+    note_progress("bytes", bucket.nbytes)
 
 
 def _send(source: WeightSource, manifest: WeightManifest, sender: Sender, gathered: list[Bucket]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -224,6 +225,10 @@ def reach_to_release(link: Any) -> StoreBoard:
     Raises:
         DeadlineExceeded: nothing listens at the link's address.
     """
+    try:  # torch would go on knocking until its timeout where nothing listens any more
+        socket.create_connection(store_address(link), timeout=min(_RELEASE_S, link.timeout_s)).close()
+    except OSError as error:
+        raise DeadlineExceeded(f"no sender listens at {link.address} any more: {error}") from error
     return _reach(link, "whoever releases the sender", min(_RELEASE_S, link.timeout_s))
 
 
