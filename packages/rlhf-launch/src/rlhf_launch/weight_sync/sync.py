@@ -315,7 +315,7 @@ class WeightSync:
             self._waits.settle(receiving, at_most_s=_SETTLE_S)
             for engine, future in zip(engines, receiving, strict=True):
                 if not future.done():
-                    self._pool.drop(engine, f"it stands still where it should take part in: {what}")
+                    self._pool.end(engine, f"it stands still where it should take part in: {what}")
                 elif isinstance(error := future.exception(), EngineDiedError):
                     self._pool.drop(engine, str(error))
             raise

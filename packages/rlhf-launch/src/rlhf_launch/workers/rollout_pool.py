@@ -201,6 +201,11 @@ class RolloutPool:
         finally:
             self._loads.give_back(engine, request.n)
 
+    def end(self, engine: int, reason: str) -> None:
+        """End an engine that stands still: its requests start again elsewhere, and not only once it moves again."""
+        self.drop(engine, reason)
+        self._handles[engine].end()
+
     def end_stuck(self) -> bool:
         """End engines that have work while nothing moves anywhere; says whether there is one.
 
@@ -208,8 +213,7 @@ class RolloutPool:
         """
         stuck = [engine for engine in self.live if self._loads.load(engine)]
         for engine in stuck:
-            self.drop(engine, "it stood still with samples under way")
-            self._handles[engine].end()
+            self.end(engine, "it stood still with samples under way")
         return bool(stuck)
 
     def replace_with(self, replace_lost: Callable[[], None]) -> None:
