@@ -310,11 +310,13 @@ def same_weights(folder: Path, other: Path) -> bool:
 def describe_left(bench: Bench, run: Run) -> str:
     """What of the run is still there two seconds after its end."""
     time.sleep(2)
-    orphans = [pid for pid in descendants(os.getpid()) if command_of(pid) not in ("ps", "resource_tracker")]
+    orphans = [pid for pid in descendants(os.getpid()) if command_of(pid) not in ("", "ps", "resource_tracker")]
     names = sorted(command_of(pid) for pid in orphans)
     for pid in orphans:
         signal_quietly(pid, signal.SIGKILL)
     files = bench.left.read_text().split() if bench.left.exists() else []
+    # torch's cache of compiled code is every process's of this user, and meant to stay.
+    files = [name for name in files if "/torchinductor_" not in name]
     found = [*names, *(re.sub(r"[-_][^/]*$", "-*", name) for name in files)]
     return ", ".join(found) or "nothing"
 
