@@ -45,8 +45,8 @@ def by_chance(seed, faults="none"):
         engine=EngineSpeed(alone_s=0.02, more_s=0.001, max_samples=chance.choice([2, 256])),
         train=TrainSpeed(step_s=chance.uniform(0, 60)),
         sync=SyncSpeed(seconds=chance.uniform(0.1, 10)),
-        # Its long tail must stay below the standstill that ends a run, as a reward that takes longer does; and a step
-        # none of whose prompts has a score ends it, too, unless others may take their place.
+        # Its long tail must stay below the standstill that ends a run, as a reward that takes longer does; and a
+        # step none of whose prompts has a score ends it, too, unless others may take their place.
         reward=RewardSpeed(
             seconds=chance.choice([0, 0, 5, 20]),
             drop=chance.choice([0, 0.2]) if limits.max_misses else 0,
