@@ -103,7 +103,7 @@ def test_every_prompt_is_accounted_for_once_in_runs_that_are_killed_and_resumed(
         straight = Simulation(config).run()
         prompts, store = [], None
         while True:
-            faults = SimulatedFaults(kill_s=chance.uniform(0.05, 1.0) * straight.seconds)
+            faults = SimulatedFaults(kill_s=chance.uniform(0.05, 1.4) * straight.seconds)
             part = Simulation(replace(config, faults=faults), store)
             try:
                 part.run()
