@@ -386,12 +386,12 @@ CASES = [
     Case(
         breaks=(
             Break(
-                fault="training rank, SIGSTOP in stepping, `timeout_s: 20`",
+                fault="training rank, SIGSTOP in stepping, `timeout_s: 60`",
                 plan=killed("policy-1", "step", 2, act="SIGSTOP"),
                 named=r"DeadlineExceeded|nothing has moved for .* policy",
             ),
         ),
-        changes={"placement.timeout_s": 20, "placement.restarts": 1},
+        changes={"placement.timeout_s": 60, "placement.restarts": 1},
         goes_on=True,
     ),
     Case(
