@@ -45,7 +45,10 @@ class RayCluster:
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
+        from ray._private import ray_constants
 
+        # Ray read that variable when it was imported, which may have been long before, by vLLM for instance.
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
         self._ray = ray
         self._timeout_s = timeout_s
         self._address = address
