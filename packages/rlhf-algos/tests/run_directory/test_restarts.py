@@ -96,3 +96,9 @@ def test_a_lost_worker_is_found_behind_what_it_caused():
     refused.__cause__ = EngineDiedError("gone")
     assert not can_begin_again(refused)
     assert not can_begin_again(RLHFError("something else"))
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once():
+    error = RLHFError("no network")
+    error.__cause__ = error
+    assert not can_begin_again(error)

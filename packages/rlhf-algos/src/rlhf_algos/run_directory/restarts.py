@@ -55,8 +55,10 @@ def can_begin_again(error: BaseException | None) -> bool:
     So it is after the loss of a worker and after a wait without progress; not after a mistake in the input, an end
     that was asked for, or a training that has diverged.
     """
-    while error is not None and not isinstance(error, UserError):
+    seen: set[int] = set()  # an error that was raised again from one of its own causes is a circle
+    while error is not None and id(error) not in seen and not isinstance(error, UserError):
         if isinstance(error, EngineDiedError | DeadlineExceeded):
             return True
+        seen.add(id(error))
         error = error.__cause__
     return False

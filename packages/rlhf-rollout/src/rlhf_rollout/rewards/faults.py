@@ -146,7 +146,9 @@ class RobustReward:
             raise
         except Exception as error:
             self._failed_attempts += 1
-            raise self._as_reward_error(error) from error
+            if (found := self._as_reward_error(error)) is error:
+                raise
+            raise found from error
         self._dropped_in_a_row = 0
         self._warned = False
         return scores
