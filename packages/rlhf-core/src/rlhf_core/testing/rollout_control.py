@@ -12,7 +12,7 @@ from rlhf_core.data.generation import GenerationResult
 from rlhf_core.data.sampling import SamplingConfig
 from rlhf_core.errors import StaleWeightsError, WeightSyncError
 from rlhf_core.interfaces.rollout import RolloutBackend
-from rlhf_core.testing.rollout_ground import Results, RolloutGround, token_ids
+from rlhf_core.testing.rollout_ground import EOS, Results, RolloutGround, token_ids
 from rlhf_core.testing.weight_sync import (
     Trainer,
     broken_sync,
@@ -129,10 +129,12 @@ class ControlChecks(RolloutGround):
         for request, result in zip(self.long_requests(), results, strict=True):
             for sample in result.samples:
                 new = torch.tensor(sample.weight_versions) == old + 1
-                gap = trainer.log_probs(self.unrestricted(request), sample) - torch.tensor(sample.log_probs)
-                # Exact but for end-of-text, which long requests may not sample: its share of the mass.
-                assert (gap[new].abs() < 0.5).all()
-                assert (gap[new].abs().median() if new.any() else 0) < 0.02
+                # Long requests may not sample end-of-text: a backend renormalises without it, or it does not.
+                gaps = [
+                    (trainer.log_probs(request, sample, banned=banned) - torch.tensor(sample.log_probs)).abs()
+                    for banned in ((EOS,), ())
+                ]
+                assert min(float(gap.where(new, 0.0).max()) for gap in gaps) < self.tolerance
 
     @pytest.mark.parametrize("fault", ["sender closes", "unknown name", "missing name"])
     def test_after_a_failed_sync_it_refuses_to_sample_until_a_good_one(

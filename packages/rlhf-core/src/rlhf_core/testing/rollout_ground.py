@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -119,10 +118,6 @@ class RolloutGround:
             self.request(f"long-{i}", prompt=self.prompt(i), sampling=sampling, n=1 + i % 2, seed=10 * i)
             for i in range(4)
         ]
-
-    def unrestricted(self, request: GenerationRequest) -> GenerationRequest:
-        """The request without `min_tokens`."""
-        return replace(request, sampling=replace(request.sampling, min_tokens=0))
 
     def interrupted(
         self, backend: RolloutBackend, mode: PauseMode, caught: Callable[[Results], bool]

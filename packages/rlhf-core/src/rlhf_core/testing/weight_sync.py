@@ -56,9 +56,13 @@ class Trainer:
         """Logits of a plain forward pass, [length, vocab]."""
         return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
 
-    def log_probs(self, request: GenerationRequest, sample: Sample) -> Tensor:
-        """Untruncated log-probs of the sampled tokens at the request's temperature, [tokens]."""
+    def log_probs(self, request: GenerationRequest, sample: Sample, *, banned: Sequence[int] = ()) -> Tensor:
+        """Untruncated log-probs of the sampled tokens at the request's temperature, [tokens].
+
+        `banned` tokens have no share of the probability.
+        """
         logits = self.logits(request.prompt_token_ids + sample.token_ids)
+        logits[:, list(banned)] = -torch.inf
         before = logits[len(request.prompt_token_ids) - 1 : -1] / request.sampling.meaning.temperature
         return log_probs_from_logits(before, torch.tensor(sample.token_ids, dtype=torch.long))
 

@@ -105,8 +105,7 @@ class Ledger:
 
     def start(self, position: int, *, repeated: bool = False) -> None:
         """Note that a prompt is on its way to the engines."""
-        self._started_at[position] = self.version
-        self._started[self.version] += 1
+        self._count_start(position, self.version)
         self.counts["dispatched"] += not repeated
 
     def finish(self, position: int, group: ScoredGroup) -> None:
@@ -176,6 +175,11 @@ class Ledger:
                 del self._finished_of[version]
         return oldest
 
+    def _count_start(self, position: int, version: int) -> None:
+        """Count a prompt as outstanding, since this version of the weights."""
+        self._started_at[position] = version
+        self._started[version] += 1
+
     def _forget(self, position: int) -> None:
         """Count a prompt as outstanding no longer."""
         version = self._started_at.pop(position)
@@ -217,8 +221,7 @@ class Ledger:
         for version, position, group in sorted(saved, key=lambda item: item[:2]):
             left = version + self.limits.max_staleness - step + 1
             if self.waiting < self.limits.per_step * left:
-                self._started_at[position] = version
-                self._started[version] += 1
+                self._count_start(position, version)
                 self.finish(position, group)
             else:  # the limits are tighter than before; these samples would come too late
                 again.append(position)

@@ -212,15 +212,10 @@ class Waits:
 
         The peers of a rank that dies fail first: their connections break before anyone has noticed its end.
         """
-        with self._lock:
-            asked = [worker for worker in self._watched.values() if worker.on_lost is None]
         give_up_at = self.clock.now() + _LOSS_S
         while not self._fatal.done() and (left := give_up_at - self.clock.now()) > 0:
             self._poll(self.clock.now())
-            answers = [worker.asked for worker in asked if worker.asked is not None and not worker.asked.done()]
-            self.clock.wait([self._fatal, *answers], left)
-            if not answers:
-                self.clock.wait([self._fatal], min(left, _LOSS_S / 10))
+            self.clock.wait([self._fatal], min(left, _LOSS_S / 10))
         if self._fatal.done() and isinstance(loss := self._fatal.exception(), WorkerLostError):
             raise loss from error
 
