@@ -107,7 +107,7 @@ def measure(run: OnlineRun, config: OnlineConfig, mode: str, *, steps: int) -> d
     found = rows_of(run)[before + FILL :]
     wanted = ("step", "rollout", "reward", "score", "train", "sync")
     means = {name: sum(row[f"seconds/{name}"] for row in found) / len(found) for name in wanted}
-    means["engines_idle"] = sum(row["idle_seconds/engines"] for row in found) / len(found)
+    means["engines_idle"] = sum(row["idle_seconds/rollout"] for row in found) / len(found)
     return means | {
         "first": version,
         "steps": steps,

@@ -53,7 +53,9 @@ class Run:
         self.reporter = Reporter(folder, steps=100, tensorboard=False)
         self.run = OnlineRun(
             schedule=Schedule(**{"steps": 100, "best_metric": "eval/sums/reward", **schedule}),
-            trainer=types.SimpleNamespace(step=lambda groups, step, clock, trace: (Nothing(), {"reward": 0.0})),
+            trainer=types.SimpleNamespace(
+                step=lambda groups, step, clock, trace: (Nothing(), {"reward": 0.0}), take_idle_seconds=dict
+            ),
             producer=producer,
             pool=types.SimpleNamespace(lost={}, take_idle_seconds=lambda: 0.0, waits=Waits()),
             sync=None,

@@ -344,7 +344,7 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
     assert all(row["staleness/max"] <= 2 for row in rows)
     assert any(row["staleness/mean"] > 0 for row in rows)
     assert all(0 < row["off_policy_weight"] <= 2 for row in rows)  # corrected although nothing said so
-    assert all(row["idle_seconds/engines"] >= 0 and row["idle_seconds/trainer"] >= 0 for row in rows)
+    assert all(row["idle_seconds/rollout"] >= 0 and row["idle_seconds/policy"] >= 0 for row in rows)
 
 
 def test_overlap_refuses_what_it_cannot_correct(settings, make_config):

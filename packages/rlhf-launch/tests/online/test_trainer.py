@@ -1,28 +1,50 @@
 """One step of training, with engines that only remember what they were given."""
 
+from concurrent.futures import Future
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf_algos import GRPO, PPO, make_recipe
 from rlhf_core import ModelOutputs, Score, StepReport, Trajectory
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
+from rlhf_launch.workers.begun import Begun
+from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import ScoredGroup
+
+WAITS = Waits()
 
 
 class Engine:
     """A role over some ranks whose log-probs and values are all -0.5."""
 
-    def __init__(self, name, ranks=1):
+    def __init__(self, name, ranks=1, others=()):
         self.name, self.ranks = name, ranks
         self.scored, self.steps = [], []
+        self.busy, self.others = False, others
+        self.seen = []
+        """Which of the others were at work when this one was asked for something."""
 
-    def score(self, batch, outputs=("log_probs",)):
+    def begin_score(self, batch, outputs=("log_probs",)):
         self.scored.append(batch)
-        return ModelOutputs(**{name: -0.5 * batch.response_mask.float() for name in outputs})
+        return self.begun(ModelOutputs(**{name: -0.5 * batch.response_mask.float() for name in outputs}))
 
-    def step(self, batch, loss):
+    def begin_step(self, batch, loss):
         self.steps.append((batch, loss))
-        return StepReport(loss=1.0, grad_norm=2.0, learning_rate=3.0)
+        return self.begun(StepReport(loss=1.0, grad_norm=2.0, learning_rate=3.0))
+
+    def begun(self, result):
+        self.seen.append({other.name for other in self.others if other.busy})
+        self.busy = True
+        call = Future()
+        call.set_result(result)
+
+        def conclude(results):
+            self.busy = False
+            return results[0]
+
+        return Begun(what=self.name, calls=[call], workers=[], waits=WAITS, conclude=conclude)
 
     def memory(self):
         return {"optimizer": 2**30}
@@ -119,3 +141,36 @@ def test_remax_compares_with_the_greedy_score():
     batch, metrics = run.step([group("a", 1.0, greedy=0.25), group("b", 0.0, greedy=0.5)], 0, PhaseClock())
     assert batch["advantages"][:, 1:].tolist() == [[0.75, 0.75], [-0.5, -0.5]]
     assert metrics["reward_greedy"] == 0.375
+
+
+def ppo_trainer(**settings):
+    """A critic, a reference and a policy that know of each other."""
+    recipe = PPO(kl_coef=0.1)
+    made = trainer(recipe)
+    roles = [made.policy, made.critic, made.reference]
+    for role in roles:
+        role.others = roles
+    return replace(made, **settings)
+
+
+def test_roles_with_devices_of_their_own_work_at_the_same_time():
+    run = ppo_trainer()
+    run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert run.critic.seen == [{"policy", "reference"}, set()]  # it scores beside both, and steps first
+    assert run.policy.seen == [set(), {"critic"}]
+
+
+def test_roles_that_share_devices_work_in_turns():
+    run = ppo_trainer(shared=(frozenset({"policy", "reference", "critic"}),))
+    batch, _ = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert [role.seen for role in (run.policy, run.critic, run.reference)] == [[set()] * 2, [set()] * 2, [set()]]
+    apart, _ = ppo_trainer().step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert batch.columns.keys() == apart.columns.keys()
+    assert all(torch.equal(batch[name], apart[name]) for name in batch.columns)
+
+
+def test_pairs_take_turns_side_by_side():
+    run = ppo_trainer(shared=(frozenset({"policy", "reference"}),))
+    run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert run.reference.seen == [set()]  # after policy and critic
+    assert run.critic.seen[0] == {"policy"}

@@ -1,8 +1,9 @@
 import threading
+from concurrent.futures import Future
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_launch.workers.load import EngineLoads
+from rlhf_launch.workers.load import EngineLoads, IdleTime
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=400)
 
@@ -84,3 +85,21 @@ def test_paused_engines_are_idle_whatever_they_have():
     loads.pause(False)
     clock.now = 6.0
     assert loads.take_idle_seconds() == 3.0
+
+
+def test_a_role_is_idle_while_none_of_its_ranks_has_a_call():
+    clock = Clock()
+    idle, calls = IdleTime(clock), [Future(), Future()]
+    clock.now = 1.0
+    idle.begin(calls)
+    clock.now = 3.0
+    calls[0].set_result(None)
+    clock.now = 4.0  # one rank is still at work
+    calls[1].set_exception(ValueError())
+    clock.now = 6.0
+    assert idle.take_idle_seconds() == 1.0 + 2.0
+    done = Future()
+    done.set_result(None)
+    idle.begin([done])  # it was over before anyone looked
+    clock.now = 7.0
+    assert idle.take_idle_seconds() == 1.0

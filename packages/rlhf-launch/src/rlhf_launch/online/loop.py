@@ -76,6 +76,7 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
     for step in range(run.state.step, run.schedule.steps):
         run.stop.check()
         clock = PhaseClock(run.pool.waits.clock.now)
+        _take_idle_seconds(run)  # what was between the steps counts for none
         groups, waited = run.producer.collect()
         clock.add(waited.seconds)
         if run.pool.lost:
@@ -95,8 +96,7 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
                 run.reporter.step(step + 1, metrics, waited.prompts)  # the step counts, and may be saved
                 raise
         metrics |= clock.metrics(batch, overlapping=run.schedule.overlapping)
-        metrics["idle_seconds/trainer"] = sum(waited.seconds.values())
-        metrics["idle_seconds/engines"] = run.pool.take_idle_seconds()
+        metrics |= _take_idle_seconds(run)
         metrics |= sync.metrics
         run.reporter.step(step + 1, metrics, waited.prompts)
         for remark in remarks.new(metrics, passes=run.prompts.passes):
@@ -106,6 +106,12 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         finish_step(run, last=stop or step + 1 == run.schedule.steps)
         if stop:
             return
+
+
+def _take_idle_seconds(run: OnlineRun) -> dict[str, float]:
+    """Seconds since the last call in which each role had nothing to do; of rollout engines, the mean."""
+    idle = {**run.trainer.take_idle_seconds(), "rollout": run.pool.take_idle_seconds()}
+    return {f"idle_seconds/{role}": seconds for role, seconds in idle.items()}
 
 
 def check_best_metric(name: str | None, latest: Mapping[str, float]) -> None:

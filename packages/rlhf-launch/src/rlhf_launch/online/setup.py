@@ -155,6 +155,9 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
         plan=plan_of(config),
+        rewards=tuple(group for name, group in workers.training.items() if name.startswith("reward ")),
+        # The roles of one process share its cores.
+        shared=(frozenset(workers.training),) if workers.executor.one_process else (),
     )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from rlhf_algos import KLController, Recipe
-from rlhf_core import Batch, Mean, StepReport, order_in_groups
+from rlhf_core import Batch, Mean, ModelOutputs, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
 from rlhf_launch.online.metrics import PhaseClock, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import collate_groups, staleness
+from rlhf_launch.workers.begun import Begun, in_turns, results_of
 from rlhf_launch.workers.train_group import TrainGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,10 @@ class Trainer:
     recipe: Recipe
     kl: KLController
     plan: UpdatePlan = field(default_factory=UpdatePlan)
+    rewards: tuple[TrainGroup, ...] = ()
+    """Reward models, which score samples as they come; here for their idle seconds."""
+    shared: tuple[frozenset[str], ...] = ()
+    """Names of roles that share devices and so work in turns; roles of no such set work at the same time."""
 
     @property
     def trained(self) -> list[TrainGroup]:
@@ -95,32 +103,68 @@ class Trainer:
 
     def score(self, batch: Batch) -> Batch:
         """Add what the algorithm needs of the policy before the update (`old_log_probs`, ...), of the reference
-        (`ref_log_probs`) and of the critic (`values`)."""
+        (`ref_log_probs`) and of the critic (`values`); roles with devices of their own work at the same time."""
+        asked: dict[str, tuple[TrainGroup, tuple[str, ...]]] = {}
         if fields := self.recipe.old_outputs:
-            old = self.policy.score(batch, fields)
+            asked["policy"] = self.policy, fields
+        if self.reference is not None:
+            asked["reference"] = self.reference, ("log_probs",)
+        if self.critic is not None:
+            asked["critic"] = self.critic, ("values",)
+
+        def begin(role: str) -> Begun[ModelOutputs]:
+            group, outputs = asked[role]
+            return group.begin_score(batch, outputs)
+
+        found = self._together(list(asked), begin)
+        if (old := found.get("policy")) is not None:
             batch = batch.with_columns(**{f"old_{name}": _present(getattr(old, name)) for name in fields})
             if old.routed_experts is not None:  # routing replay: the update takes the same experts
                 batch = batch.with_columns(routed_experts=old.routed_experts)
-        if self.reference is not None:
-            reference = self.reference.score(batch, ("log_probs",))
+        if (reference := found.get("reference")) is not None:
             batch = batch.with_columns(ref_log_probs=_present(reference.log_probs))
-        if self.critic is not None:
-            batch = batch.with_columns(values=_present(self.critic.score(batch, ("values",)).values))
+        if (critic := found.get("critic")) is not None:
+            batch = batch.with_columns(values=_present(critic.values))
         return batch
 
     def update(self, batch: Batch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
-        """All optimizer steps of one batch of samples; reports by role, which the trace has as they come."""
+        """All optimizer steps of one batch of samples; reports by role, which the trace has as they come.
+
+        Critic and policy take their steps of a minibatch at once, unless they share devices.
+        """
         trace = trace or StepTrace(step=step + 1, groups=())
-        policy_loss, value_loss = self.recipe.policy_loss(self.kl.value), self.recipe.value_loss()
+        losses = {"critic": self.recipe.value_loss(), "policy": self.recipe.policy_loss(self.kl.value)}
+        trained = {"critic": self.critic, "policy": self.policy if step >= self.plan.critic_warmup_steps else None}
+        work = {
+            role: (group, loss)
+            for role, group in trained.items()
+            if group is not None and (loss := losses[role]) is not None
+        }
         if trace.order is None:
             trace.order = self.plan.order(batch["group_ids"].tolist(), step, ranks=self.policy.ranks)
         for rows in trace.order:
             minibatch = batch.select(rows)
-            if self.critic is not None and value_loss is not None:
-                trace.reports.setdefault("critic", []).append(self.critic.step(minibatch, value_loss))
-            if step >= self.plan.critic_warmup_steps:
-                trace.reports.setdefault("policy", []).append(self.policy.step(minibatch, policy_loss))
+
+            def begin(role: str, minibatch: Batch = minibatch) -> Begun[StepReport]:
+                group, loss = work[role]
+                return group.begin_step(minibatch, loss)
+
+            for role, report in self._together(list(work), begin).items():
+                trace.reports.setdefault(role, []).append(report)
         return trace.reports
+
+    def _together(self, roles: Sequence[str], begin: Callable[[str], Begun[T]]) -> dict[str, T]:
+        """Results of work of all roles, by role: at the same time, in turns where they share devices."""
+        found: dict[str, T] = {}
+        for turn in in_turns(roles, self.shared):
+            found |= zip(turn, results_of([begin(role) for role in turn]), strict=True)
+        return found
+
+    def take_idle_seconds(self) -> dict[str, float]:
+        """Seconds since the last call in which a role had nothing to do, by role."""
+        groups = [self.policy, self.critic, self.reference, *self.rewards]
+        # The reward of a part is called `reward <part>`.
+        return {group.name.replace(" ", "/"): group.take_idle_seconds() for group in groups if group is not None}
 
     def memory(self) -> dict[str, float]:
         """GiB of the rank with most, by role: what it holds, and the peak of each phase; where the engine says."""

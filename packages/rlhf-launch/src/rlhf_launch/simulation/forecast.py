@@ -130,7 +130,7 @@ def forecast(run: RecordedRun, setting: RecordedSetting, *, steps: int = 24, see
     return Forecast(
         setting=setting,
         step_s=mean("seconds/step"),
-        trainer_idle_s=mean("idle_seconds/trainer"),
-        engine_idle_s=mean("idle_seconds/engines"),
+        trainer_idle_s=mean("idle_seconds/policy"),
+        engine_idle_s=mean("idle_seconds/rollout"),
         staleness=mean("staleness/mean"),
     )

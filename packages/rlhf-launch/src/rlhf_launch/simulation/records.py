@@ -86,7 +86,7 @@ class RecordedRun:
             alone_s, more_s = _fit(longest, share, generating)
         else:
             # A run that overlaps says only how much its engines get done in the time in which they work.
-            busy = [max(1e-9, row["seconds/step"] - row["idle_seconds/engines"]) for row in self.rows]
+            busy = [max(1e-9, row["seconds/step"] - row["idle_seconds/rollout"]) for row in self.rows]
             alone_s, more_s = 0.0, sum(busy) * setting.engines / sum(tokens)
         rest = [row["seconds/step"] - _known(row) for row in self.rows]
         step_s, token_s = _fit([1.0] * len(rest), tokens, rest)

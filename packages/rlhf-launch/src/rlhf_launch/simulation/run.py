@@ -217,7 +217,7 @@ class Simulation:
         schedule = CheckpointSchedule(every=config.checkpoint_every, clock=self.clock.now)
         return OnlineRun(
             schedule=Schedule(steps=config.limits.steps, overlapping=config.during_training != "rest"),
-            trainer=cast(Any, SimulatedTrainer(policy, speed.train, config.length_of, waits)),
+            trainer=cast(Any, SimulatedTrainer(policy, speed.train, config.length_of)),
             producer=producer,
             pool=pool,
             sync=sync,

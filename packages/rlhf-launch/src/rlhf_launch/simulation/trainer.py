@@ -104,12 +104,10 @@ class TrainSpeed:
 class SimulatedTrainer:
     """In the place of `rlhf_launch.online.trainer.Trainer`."""
 
-    def __init__(
-        self, policy: TrainGroup, speed: TrainSpeed, length_of: Callable[[str, int], float], waits: Any
-    ) -> None:
+    def __init__(self, policy: TrainGroup, speed: TrainSpeed, length_of: Callable[[str, int], float]) -> None:
         self.policy, self.critic, self.reference = policy, None, None
         self.trained = [policy]
-        self._speed, self._length_of, self._waits = speed, length_of, waits
+        self._speed, self._length_of = speed, length_of
 
     def step(
         self, groups: Sequence[ScoredGroup], step: int, clock: PhaseClock, trace: object = None
@@ -119,9 +117,13 @@ class SimulatedTrainer:
         with clock("train"):
             seconds = self._speed.step_s + self._speed.token_s * sum(lengths)
             calls = [handle.call("work", seconds) for handle in self.policy.handles]
-            self._waits.gather(calls, what="a step of the policy", workers=list(self.policy.handles))
+            self.policy.begin(calls, "take a step", lambda done: None).result()
         mean = sum(lengths) / max(1, len(lengths))
         return _batch(), {"reward": 0.0, "response_length": mean} | staleness(groups, step)
+
+    def take_idle_seconds(self) -> dict[str, float]:
+        """See Trainer."""
+        return {"policy": self.policy.take_idle_seconds()}
 
 
 def response_tokens(sample: Trajectory, length_of: Callable[[str, int], float]) -> float:

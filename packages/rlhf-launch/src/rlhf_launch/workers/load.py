@@ -1,11 +1,13 @@
-"""The load of many engines: which of them has the least work, and how long they had none."""
+"""The load of engines: which of many has the least work, and how long engines had none."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from rlhf_core import EngineDiedError
 
@@ -96,4 +98,43 @@ class EngineLoads:
         """Add up the idle time until now."""
         now = self._clock()
         self._idle += (len(self._loads) if self._paused else self._workless) * (now - self._since)
+        self._since = now
+
+
+class IdleTime:
+    """How long the ranks of a role had nothing to do: none of them had a call under way.
+
+    Calls end on threads of their own; any thread may ask.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._idle, self._since = 0.0, clock()
+
+    def begin(self, calls: Sequence[Future[Any]]) -> None:
+        """Note that these calls are under way until they end, however they do."""
+        with self._lock:
+            self._count()
+            self._under_way += len(calls)
+        for call in calls:
+            call.add_done_callback(self._end)
+
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which nothing was under way."""
+        with self._lock:
+            self._count()
+            idle, self._idle = self._idle, 0.0
+            return idle
+
+    def _end(self, call: Future[Any]) -> None:
+        with self._lock:
+            self._count()
+            self._under_way -= 1
+
+    def _count(self) -> None:
+        """Add up the idle time until now."""
+        now = self._clock()
+        self._idle += (now - self._since) * (not self._under_way)
         self._since = now

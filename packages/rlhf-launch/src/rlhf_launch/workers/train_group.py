@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rlhf_algos import check_seen_here
@@ -23,9 +23,13 @@ from rlhf_core import (
     units_together,
 )
 
+from rlhf_launch.workers.begun import Begun
 from rlhf_launch.workers.handles import Handle, close_workers
+from rlhf_launch.workers.load import IdleTime
 from rlhf_launch.workers.probe import ProbedModel, Scores
 from rlhf_launch.workers.waits import Waits
+
+T = TypeVar("T")
 
 
 class TrainGroup:
@@ -36,6 +40,7 @@ class TrainGroup:
         self._handles = list(handles)
         self._waits = waits or Waits()
         self._waits.watch(self._handles)
+        self._idle = IdleTime(self._waits.clock.now)
         self._saving: Path | None = None
 
     @property
@@ -70,14 +75,21 @@ class TrainGroup:
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine; rows keep their order. The batch may have fewer units than there are ranks."""
+        return self.begin_score(batch, outputs).result()
+
+    def begin_score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> Begun[ModelOutputs]:
+        """Start `score` on all ranks."""
         enough = self._a_unit_for_every_rank(batch)
         dealt = self._deal(enough)
-        futures = [
+        calls = [
             handle.call("score", enough.select(rows), tuple(outputs))
             for handle, rows in zip(self._handles, dealt, strict=True)
         ]
-        parts = self._gather(futures, "score a batch")
-        return _first_rows(_reassemble(enough, dealt, parts), batch.rows)
+
+        def conclude(parts: list[ModelOutputs]) -> ModelOutputs:
+            return _first_rows(_reassemble(enough, dealt, parts), batch.rows)
+
+        return self.begin(calls, "score a batch", conclude)
 
     def describe_model(self) -> ProbedModel:
         """What a probe of synced weights must know of the model."""
@@ -97,12 +109,16 @@ class TrainGroup:
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
         """See TrainEngine. The batch may have fewer units than there are ranks."""
+        return self.begin_step(batch, loss).result()
+
+    def begin_step(self, batch: Batch, loss: Loss) -> Begun[StepReport]:
+        """Start `step` on all ranks."""
         enough = self._a_unit_for_every_rank(batch)
-        futures = [
+        calls = [
             handle.call("step", enough.select(rows), loss)
             for handle, rows in zip(self._handles, self._deal(enough), strict=True)
         ]
-        return self._gather(futures, "take a step")[0]
+        return self.begin(calls, "take a step", lambda reports: reports[0])
 
     def open_link(self, kind: str, receivers: int) -> Any:
         """Open a weight link on rank 0."""
@@ -131,7 +147,9 @@ class TrainGroup:
 
     def send(self, manifest: WeightManifest) -> list[Any]:
         """Start sending on all ranks; returns futures of seconds."""
-        return [handle.call("send", manifest) for handle in self._handles]
+        calls = [handle.call("send", manifest) for handle in self._handles]
+        self._idle.begin(calls)
+        return calls
 
     def offload(self) -> None:
         """See TrainEngine."""
@@ -187,6 +205,10 @@ class TrainGroup:
         ranks = self._all("memory", what="report its memory")
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which the ranks had nothing to do."""
+        return self._idle.take_idle_seconds()
+
     def close(self) -> None:
         """Close all ranks."""
         self._waits.leave(self._handles)
@@ -221,7 +243,24 @@ class TrainGroup:
 
     def _gather(self, calls: Sequence[Future[Any]], what: str) -> list[Any]:
         """Results of calls of the ranks, from the first on."""
-        return self._waits.gather(calls, what=f"{self.name} to {what}", workers=self._handles[: len(calls)])
+        return self.begin(calls, what, lambda results: results).result()
+
+    def begin(self, calls: Sequence[Future[Any]], what: str, conclude: Callable[[list[Any]], T]) -> Begun[T]:
+        """Work that the ranks, from the first on, have these calls of.
+
+        Args:
+            calls: one for each rank.
+            what: what the ranks do, for messages.
+            conclude: makes one result of those of the ranks.
+        """
+        self._idle.begin(calls)
+        return Begun(
+            what=f"{self.name} to {what}",
+            calls=calls,
+            workers=self._handles[: len(calls)],
+            waits=self._waits,
+            conclude=conclude,
+        )
 
 
 def _reassemble(batch: Batch, dealt: list[list[int]], parts: Sequence[ModelOutputs]) -> ModelOutputs:
