@@ -27,7 +27,7 @@ PARTS = {
     "service": {"kind": "http", "endpoints": {"urls": ["http://host:8000/score"], "api_key_env": "KEY"}},
     "judge": {"kind": "judge", "endpoints": {"urls": ["http://host:8001/v1"]}, "model": "m"},
     "code": {"kind": "code", "column": "tests", "limits": {"wall_s": 2.0}},
-    "rm": {"kind": "model", "path": "some/model", "ranks": 2},
+    "rm": {"kind": "model", "path": "some/model"},
     "steps": {"kind": "steps", "path": "some/prm", "placeholder": "<|step|>"},
     "own": {"kind": "function", "function": "m:f", "isolated": True, "options": {"a": 1}},
 }
@@ -149,10 +149,11 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
     path = str(folder / "reward")
     parts = {
         "one": {"kind": "model", "path": path},
-        "two": {"kind": "model", "path": path, "ranks": 2, "engine": "deepspeed", "engine_options": {"stage": 3}},
+        "two": {"kind": "model", "path": path, "engine": "deepspeed"},
     }
+    placement = {"executor": "ray", "reward": {"two": {"ranks": 2, "options": {"stage": 3}}}}
     own = {"model_arguments": {"low_cpu_mem_usage": True}}
-    config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options=own)
+    config = make_config(settings, reward={"parts": parts}, placement=placement, train__options=own)
     plans = reward_plans(config, resolve_backends(config))
     assert {name: [plan.name for plan in group] for name, group in plans.items()} == {
         "one": ["reward-one-0"],
@@ -160,13 +161,13 @@ def test_reward_models_have_ranks_and_engines_of_their_own(settings, make_config
     }
     assert [plans[name][0].arguments[0] for name in plans] == ["torch", "deepspeed"]
     assert [plans[name][0].arguments[1].options for name in plans] == [own, {"stage": 3}]
-    del parts["two"]["engine_options"]
-    config = make_config(settings, reward={"parts": parts}, placement__executor="ray", train__options=own)
+    del placement["reward"]["two"]["options"]
+    config = make_config(settings, reward={"parts": parts}, placement=placement, train__options=own)
     assert reward_plans(config, resolve_backends(config))["two"][0].arguments[1].options == {}, "not torch's"
-    with pytest.raises(ResourceError, match=r"reward\.parts\.two\.ranks=2"):
-        resolve_backends(make_config(settings, reward={"parts": parts}))
+    with pytest.raises(ResourceError, match=r"placement\.reward\.two\.ranks=2"):
+        resolve_backends(make_config(settings, reward={"parts": parts}, placement__reward=placement["reward"]))
     parts["two"]["engine"] = "torch"
-    config = make_config(settings, reward={"parts": parts}, placement__executor="ray")
+    config = make_config(settings, reward={"parts": parts}, placement=placement)
     with pytest.raises(ResourceError, match="reward-two: the engine torch has one rank, and 2 are asked for"):
         reward_plans(config, resolve_backends(config))
 

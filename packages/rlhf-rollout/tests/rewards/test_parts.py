@@ -16,7 +16,6 @@ from rlhf_rollout import (
     JudgeRewardConfig,
     LengthRewardConfig,
     MathRewardConfig,
-    ModelRewardConfig,
     PythonReward,
     RegexRewardConfig,
     StepRewardConfig,
@@ -135,7 +134,6 @@ def test_the_environment(make):
     [
         (lambda: RegexRewardConfig(pattern="("), "not a regular expression"),
         (lambda: LengthRewardConfig(low=4, high=2), "low <= high"),
-        (lambda: ModelRewardConfig(path="m", ranks=0), "ranks must be at least 1"),
         (lambda: StepRewardConfig(path="m", placeholder="<s>", aggregate="sum"), "aggregate 'sum'"),
         (lambda: EndpointsConfig(urls=("http//host",)), "is not an address"),
         (lambda: EndpointsConfig(urls=("http://",)), "is not an address"),

@@ -81,13 +81,15 @@ class DeepSpeedEngine:
     @staticmethod
     def capabilities(config: EngineConfig) -> TrainCapabilities:
         """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""
-        check_compatible(config, ZeroConfig.of(config))
+        zero = ZeroConfig.of(config)
+        check_compatible(config, zero)
         return TrainCapabilities(
             adapter_weights=config.trained and config.lora is not None and config.quantize is None,
             background_save=True,
             average=config.average_decay is not None,
             memory_report=True,
             several_ranks=True,
+            ranks_together=math.lcm(config.sequence_parallel_size, zero.autotp_size, zero.zero_hpz_partition_size),
         )
 
     def __init__(self, config: EngineConfig) -> None:

@@ -257,15 +257,19 @@ class PlacementSection:
     """Where the work runs."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda where torch finds a GPU."""
+    """`auto`: cuda where there is a GPU: in the cluster that is joined, else on this host."""
     executor: Literal["auto", "local", "ray"] = "auto"
     """`local`: all in this process; `ray`: an actor per worker; `auto`: ray where it is installed and needed."""
     ray_address: str | None = None
     """An existing cluster (`auto` finds one on this host); null starts a local one."""
     cpus_per_worker: float = 0.25
     """CPU cores reserved per worker. Workers mostly take turns, so a share of a core is enough on a CPU box."""
-    gpus_per_worker: float = 1.0
-    """GPUs reserved per worker (on cuda)."""
+    interface: str | None = None
+    """Network interface (`eth1`) or network (`10.1.0.0/16`) over which the hosts of a cluster reach each other;
+    null for the addresses under which Ray knows them."""
+    forward_env: tuple[str, ...] = ()
+    """Environment variables of this process that the workers of a joined cluster get, too, beside those that begin
+    with NCCL_, GLOO_, HF_ or RLHF_."""
     restarts: int = 0
     """How often a run begins again from its newest checkpoint, within the same command, after it lost a training
     rank or Ray's head, or a wait saw no progress."""
@@ -279,10 +283,5 @@ class PlacementSection:
         for name in ("cpus_per_worker", "restarts", "engine_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"placement.{name} must not be negative, got {getattr(self, name)}")
-        if self.gpus_per_worker <= 0:
-            raise ConfigError(
-                f"placement.gpus_per_worker must be positive, got {self.gpus_per_worker}; say device=cpu to leave "
-                "GPUs"
-            )
         if not self.timeout_s > 0:
             raise ConfigError(f"placement.timeout_s must be positive, got {self.timeout_s}")

@@ -243,7 +243,7 @@ OfflineConfig.renamed_keys = {
     "scale.executor": "placement.executor",
     "scale.ray_address": "placement.ray_address",
     "scale.cpus_per_worker": "placement.cpus_per_worker",
-    "scale.gpus_per_worker": "placement.gpus_per_worker",
+    "placement.gpus_per_worker": "nothing; a rank has one GPU",
     "scale.timeout_s": "placement.timeout_s",
     "train.optimizer.warmup_ratio": "train.optimizer.warmup",
     "train.optimizer.warmup_steps": "train.optimizer.warmup",

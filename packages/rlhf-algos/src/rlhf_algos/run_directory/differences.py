@@ -13,14 +13,15 @@ Effect = Literal["none", "rounding", "course"]
 _NONE = (
     *("output", "tensorboard", "evaluation.**", "checkpoint.**", "bundles.**", "placement.**", "reference_cache"),
     *("train.max_skipped_steps", "model.trust_remote_code", "rollout.overlap.max_in_flight"),
-    *("reward.**.url", "reward.**.urls.**", "reward.**.timeout_s", "reward.**.workers", "reward.**.ranks"),
+    *("reward.**.url", "reward.**.urls.**", "reward.**.timeout_s", "reward.**.workers"),
     *("reward.on_failure.**", "reward.**.on_failure.**", "train.steps", "train.epochs"),
     # Known by their content, wherever they lie: see the fingerprint.
     *("model.path", "model.reference", "model.critic", "model.tokenizer", "data.train.*.path"),
     *("reward.model", "reward.parts.*.path"),
 )
 _ROUNDING = (
-    *("placement.device", "train.ranks", "train.max_tokens_per_micro_batch", "train.packing"),
+    *("placement.device", "placement.**.ranks", "placement.**.options.**", "train.ranks"),
+    *("train.max_tokens_per_micro_batch", "train.packing"),
     *("train.gradient_checkpointing", "train.sequence_parallel_size", "train.options.**", "model.attention"),
     *("rollout.engines", "rollout.max_num_seqs", "rollout.tensor_parallel_size", "rollout.options.**"),
     *("weight_sync.**", "versions.**"),

@@ -36,6 +36,9 @@ class RolloutConfig:
     max_num_seqs: int = 64
     """Sequences that run at the same time."""
     tensor_parallel_size: int = 1
+    """Devices among which each layer is divided."""
+    pipeline_parallel_size: int = 1
+    """Stages among which the layers are divided, of `tensor_parallel_size` devices each."""
     adapter_rank: int = 0
     """Largest rank of an adapter that a weight sync may bring on its own; 0 for none. A backend that cannot take
     adapters ignores it and says so in its capabilities."""
@@ -46,7 +49,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_choice("rollout: dtype", self.dtype, get_args(DType))
-        for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size"):
+        for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=1)
         for name in ("adapter_rank", "seed"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=0)

@@ -82,6 +82,8 @@ class TrainCapabilities:
     """It says what it holds in memory: `ReportsMemory`."""
     several_ranks: bool = False
     """Processes that each make one, told of each other by the usual variables (`RANK`, ...), train one model."""
+    ranks_together: int = 1
+    """Consecutive ranks, in groups of so many, that must sit on one host: they share rows, layers or shards."""
 
 
 @runtime_checkable

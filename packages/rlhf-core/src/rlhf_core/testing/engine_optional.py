@@ -58,12 +58,13 @@ class OptionalChecks(EngineGround):
         return state
 
     def test_every_capability_has_its_protocol(self) -> None:
-        without_a_method = {"several_ranks"}
+        without_a_method = {"several_ranks", "ranks_together"}
         assert {item.name for item in fields(TrainCapabilities)} == set(PROTOCOLS) | without_a_method
 
     def test_what_it_states_it_has(self, make: Make) -> None:
         engine = make(optimizer=SMOOTH)
         stated = engine.capabilities(EngineConfig(model="m", **{**self.settings, "optimizer": SMOOTH}))
+        assert stated.ranks_together == 1, "a lone rank shares nothing"
         for name, protocol in PROTOCOLS.items():
             assert isinstance(engine, protocol) or not getattr(stated, name), name
 

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlhf_algos import DataSection, LengthSection, ModelSection, PlacementSection, TrainSection, to_plain
+from rlhf_algos import DataSection, LengthSection, ModelSection, TrainSection, to_plain
 from rlhf_core import ConfigError
 
+from rlhf_launch.config.placement import REWARD, OnlinePlacementSection, shared_roles
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
@@ -32,7 +33,8 @@ class GenerateConfig:
     rollout: RolloutSection = field(default_factory=lambda: RolloutSection(samples_per_prompt=1))
     train: TrainSection = field(default_factory=TrainSection)
     """Engine and settings of reward models; nothing is trained."""
-    placement: PlacementSection = field(default_factory=lambda: PlacementSection(executor="local"))
+    placement: OnlinePlacementSection = field(default_factory=lambda: OnlinePlacementSection(executor="local"))
+    """Where the engines sit; roles that generation does not have are passed over."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +53,13 @@ class GenerateConfig:
     def max_length(self) -> int:
         """Tokens of the longest prompt plus the longest response."""
         return max_length(self.lengths, self.rollout)
+
+    @property
+    def shared(self) -> tuple[frozenset[str], ...]:
+        """Sets of roles that sit on the same devices, of those that generation has."""
+        parts = {} if self.reward is None else self.reward.engine_parts()
+        roles = (*(REWARD + name for name in parts), "rollout")
+        return shared_roles(self.placement, roles, others_alone=True)
 
     def settings(self) -> dict[str, Any]:
         """What decides the content of the output."""

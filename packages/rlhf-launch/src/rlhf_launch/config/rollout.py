@@ -69,6 +69,9 @@ class RolloutSection:
     """Generation and training alternate if not given."""
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
+    """GPUs among which an engine divides each layer; on one host."""
+    pipeline_parallel_size: int = 1
+    """Stages among which an engine divides its layers; on one host."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chosen backend."""
 
@@ -80,6 +83,12 @@ class RolloutSection:
         return "vllm" if find_spec("vllm") is not None else "transformers"
 
     def __post_init__(self) -> None:
-        for name in ("engines", "samples_per_prompt", "max_num_seqs", "tensor_parallel_size"):
+        for name in (
+            "engines",
+            "samples_per_prompt",
+            "max_num_seqs",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")

@@ -17,7 +17,6 @@ from rlhf_algos import (
     ModelSection,
     OffPolicyCorrection,
     OptimizerSection,
-    PlacementSection,
     Recipe,
     TrainSection,
     make_recipe,
@@ -26,6 +25,7 @@ from rlhf_algos import (
 from rlhf_core import ConfigError
 
 from rlhf_launch.config.bundles import BundleSection
+from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacementSection, shared_roles
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
@@ -178,7 +178,7 @@ class OnlineConfig:
     evaluation: OnlineEvaluationSection = field(default_factory=OnlineEvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     bundles: BundleSection = field(default_factory=BundleSection)
-    placement: PlacementSection = field(default_factory=PlacementSection)
+    placement: OnlinePlacementSection = field(default_factory=OnlinePlacementSection)
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     output: Path = Path("runs/rlhf")
     """Gets `model/` (a Transformers directory), `metrics.jsonl`, `samples.jsonl` (what became of every prompt),
@@ -201,6 +201,7 @@ class OnlineConfig:
         self._check_models()
         self._check_overlap()
         self._check_best()
+        self._check_roles()
         _ = self.adapter_rank  # refuses what does not go together
         check_room(self.lengths, self.rollout)
 
@@ -275,6 +276,38 @@ class OnlineConfig:
         if metric.startswith("eval/") and (name := metric.removeprefix("eval/").rpartition("/")[0]) not in sets:
             there = ", ".join(sorted(sets)) or "none; give evaluation.data, evaluation.sets or data.hold_out"
             raise ConfigError(f"evaluation.best_metric={metric!r} names the set {name!r}; there is {there}")
+
+    def _check_roles(self) -> None:
+        """Refuse a placement of roles that the run does not have, or that sit with such."""
+        parts = self.reward.engine_parts()
+        if unknown := [name for name in self.placement.reward if name not in parts]:
+            there = ", ".join(parts) or "none"
+            raise ConfigError(
+                f"placement.reward.{unknown[0]}: the reward has no part of this name with a model of its own; "
+                f"there are: {there}"
+            )
+        for name in ("critic", "reference"):
+            if name not in self.roles and self.placement.of(name) != EnginePlacement():
+                raise ConfigError(
+                    f"placement.{name} is set, but algorithm {self.algorithm.name!r} has no {name}; leave it out"
+                )
+        _ = self.shared  # refuses what does not go together
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that have workers: `policy`, `critic`, `reference`, `reward <part>`, `rollout`."""
+        recipe = self.algorithm.recipe
+        roles = ["policy"]
+        if recipe.needs_critic:
+            roles.append("critic")
+        if recipe.needs_reference:
+            roles.append("reference")
+        return (*roles, *(REWARD + name for name in self.reward.engine_parts()), "rollout")
+
+    @property
+    def shared(self) -> tuple[frozenset[str], ...]:
+        """Sets of roles that sit on the same devices, as the configuration says."""
+        return shared_roles(self.placement, self.roles)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class PlacedEngine(TrainGroup):
     def __init__(self, config: EngineConfig, run: OfflineConfig, executor: Executor) -> None:
         self._executor: Executor | None = executor
         train, placement = run.train, run.placement
-        room = WorkerRoom(cpus=placement.cpus_per_worker, gpus=placement.gpus_per_worker)
+        room = WorkerRoom(cpus=placement.cpus_per_worker)
         plans = rank_plans(config.role, train.engine_name, config, ranks=train.ranks, room=room)
         super().__init__(config.role, executor.place(plans), waits=Waits(placement.timeout_s))
 

@@ -11,12 +11,17 @@ from rlhf_launch.workers.handles import Handle, LocalHandle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRoom:
-    """What is reserved for one worker."""
+    """What is reserved for each worker of a role, and where."""
 
     cpus: float = 0.25
     """CPU cores. Workers mostly take turns, so a share of a core is enough on a machine without GPUs."""
-    gpus: float = 1.0
-    """GPUs, for a worker on CUDA."""
+    gpus: int | None = None
+    """GPUs, for a worker on CUDA; None for what it needs: one a training rank, and tensor x pipeline parallel ones
+    a rollout engine."""
+    devices: str = ""
+    """Name of a set of devices that several roles share; empty for devices of the role's own."""
+    hosts: int | tuple[str, ...] | None = None
+    """Over how many hosts the role's workers are spread, or over which; None for as few as have room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +34,21 @@ class WorkerPlan:
     env_vars: Mapping[str, str] = field(default_factory=dict)
     """Variables that must be there before the worker's process imports anything."""
     cpus: float = 1.0
-    gpus: float = 0.0
+    gpus: int = 0
     concurrency: int | None = None
     """Calls that may be under way at once; None for one at a time."""
+    role: str = ""
+    """The role that it is a worker of; by default its name up to the number at the end (`policy` of `policy-3`)."""
+    together: int = 1
+    """Consecutive workers of the role, in groups of this many, that must sit on one host."""
+    devices: str = ""
+    """Roles that name the same set here sit on the same devices; empty for devices of the role's own."""
+    hosts: int | tuple[str, ...] | None = None
+    """See WorkerRoom."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "role", self.role or self.name.rpartition("-")[0] or self.name)
+        object.__setattr__(self, "devices", self.devices or self.role)
 
 
 class Executor(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_core import (
     ROLLOUT_BACKENDS,
@@ -20,6 +20,7 @@ from rlhf_core import (
 )
 from rlhf_rollout import ModelRewardConfig
 
+from rlhf_launch.config.placement import REWARD, EnginePlacement
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.executor import WorkerPlan, WorkerRoom
@@ -29,9 +30,12 @@ from rlhf_launch.workers.train_rank import TrainWorker
 
 
 def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role) -> list[WorkerPlan]:
-    """The ranks of one training role; the reference has one rank."""
+    """The ranks of one training role."""
     trained = role in ("policy", "critic")
-    lora = config.model.lora
+    lora, placed = config.model.lora, config.placement.of(role)
+    ranks = ranks_of(config, role)
+    shared_rows = config.train.sequence_parallel_size
+    own = placed.options if isinstance(placed, EnginePlacement) else {}
     engine_config = replace(
         _engine_config(config, backends, model_of(config, role), role),
         optimizer=_optimizer_of(config, role),
@@ -39,8 +43,10 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role)
         # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy.
         lora=lora if trained or (lora is not None and lora.quantize is not None) else None,
         average_decay=config.train.average_decay if role == "policy" else None,
-        sequence_parallel_size=config.train.sequence_parallel_size if trained else 1,
+        # A role with ranks of its own shares rows as the policy does where its ranks can be grouped so.
+        sequence_parallel_size=shared_rows if ranks % shared_rows == 0 else 1,
         routing_replay=config.train.routing_replay and role == "policy",
+        options={**config.train.options, **own},
     )
     can = load_plugin(TRAIN_ENGINES, backends.engine).capabilities(engine_config)
     if role == "policy" and config.adapter_rank and not can.adapter_weights:
@@ -48,8 +54,14 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role)
             f"weight_sync.adapters=adapter: the engine {backends.engine} cannot send adapters alone with these "
             "settings (of a 4-bit policy no engine can); set weight_sync.adapters=merged"
         )
-    ranks = config.train.ranks if trained else 1
-    return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config))
+    return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config, role))
+
+
+def ranks_of(config: OnlineConfig, role: Role) -> int:
+    """Ranks of a training role; by default those of the policy."""
+    placed = config.placement.of(role)
+    own = placed.ranks if isinstance(placed, EnginePlacement) else None
+    return config.train.ranks if own is None else own
 
 
 def check_engines(config: OnlineConfig, backends: ResolvedBackends) -> None:
@@ -67,17 +79,19 @@ def reward_plans(config: WorkerNeeds, backends: ResolvedBackends) -> dict[str, l
     """The ranks of every part of the reward that has a model of its own, by the part's name."""
     plans = {}
     for name, part in (config.reward or RewardSection()).engine_parts().items():
+        role = REWARD + name
+        placed = config.placement.reward.get(name) or EnginePlacement()
         engine_config = _engine_config(config, backends, part.path, "reward")
         engine = part.engine or backends.engine
         # Options of the policy's engine mean nothing to another one.
         inherited = config.train.options if engine == backends.engine else {}
         engine_config = replace(
-            engine_config,
-            dtype=part.dtype or engine_config.dtype,
-            options=inherited if part.engine_options is None else part.engine_options,
+            engine_config, dtype=part.dtype or engine_config.dtype, options={**inherited, **placed.options}
         )
-        room = _room(config)
-        plans[name] = rank_plans(f"reward-{name}", engine, engine_config, ranks=part.ranks, room=room)
+        room = _room(config, role)
+        ranks = rank_plans(f"reward-{name}", engine, engine_config, ranks=placed.ranks or 1, room=room)
+        devices = room.devices or role
+        plans[name] = [replace(plan, role=role, devices=devices) for plan in ranks]
     return plans
 
 
@@ -97,8 +111,16 @@ def _engine_config(config: WorkerNeeds, backends: ResolvedBackends, model: str, 
     )
 
 
-def _room(config: WorkerNeeds) -> WorkerRoom:
-    return WorkerRoom(cpus=config.placement.cpus_per_worker, gpus=config.placement.gpus_per_worker)
+def _room(config: WorkerNeeds, role: str) -> WorkerRoom:
+    placement = config.placement
+    placed = placement.of(role)
+    shared = [members for members in config.shared if role in members]
+    return WorkerRoom(
+        cpus=placement.cpus_per_worker if placed.cpus is None else placed.cpus,
+        gpus=placed.gpus,
+        devices=" + ".join(sorted(shared[0])) if shared else "",
+        hosts=placed.hosts,
+    )
 
 
 def rank_plans(
@@ -124,6 +146,12 @@ def rank_plans(
         raise ResourceError(
             f"{name}: the engine {engine} has one rank, and {ranks} are asked for; use deepspeed, or one rank"
         )
+    if ranks % can.ranks_together:
+        raise ConfigError(
+            f"{name}: {ranks} rank(s) cannot be cut into groups of {can.ranks_together}, within which ranks share "
+            f"rows, layers or shards (sequence_parallel_size, autotp_size, zero_hpz_partition_size); "
+            "give a multiple"
+        )
     return [
         WorkerPlan(
             name=f"{name}-{rank}",
@@ -131,10 +159,19 @@ def rank_plans(
             arguments=(engine, config, env_vars),
             env_vars=env_vars,
             cpus=room.cpus,
-            gpus=room.gpus if config.device.startswith("cuda") else 0.0,
+            gpus=_gpus(room, config.device, needs=1),
+            together=can.ranks_together,
+            devices=room.devices,
+            hosts=room.hosts,
         )
         for rank in range(ranks)
     ]
+
+
+def _gpus(room: WorkerRoom, device: str, *, needs: int) -> int:
+    if not device.startswith("cuda"):
+        return 0
+    return needs if room.gpus is None else room.gpus
 
 
 def engine_plans(
@@ -146,11 +183,11 @@ def engine_plans(
         backend: an installed backend's name (`vllm`, `transformers`, ...), or `module:Class`.
         config: of every engine.
         engines: how many.
-        room: what is reserved for each; a tensor-parallel engine takes its GPUs that many times.
+        room: what is reserved for each.
     """
     room = room or WorkerRoom()
     env_vars = plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
-    gpus = room.gpus * config.tensor_parallel_size
+    needs = config.tensor_parallel_size * config.pipeline_parallel_size
     return [
         WorkerPlan(
             name=f"rollout-{index}",
@@ -158,8 +195,10 @@ def engine_plans(
             arguments=(backend, config, env_vars),
             env_vars=env_vars,
             cpus=room.cpus,
-            gpus=gpus if config.device.startswith("cuda") else 0.0,
+            gpus=_gpus(room, config.device, needs=needs),
             concurrency=10_000,
+            devices=room.devices,
+            hosts=room.hosts,
         )
         for index in range(engines)
     ]
@@ -175,23 +214,18 @@ def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_ra
         max_model_len=config.max_length,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel_size,
+        pipeline_parallel_size=rollout.pipeline_parallel_size,
         adapter_rank=adapter_rank,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,
     )
-    return engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config))
+    return engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config, "rollout"))
 
 
 def roles_of(config: OnlineConfig) -> list[Role]:
     """The training roles of a run, the policy first; reward models have plans of their own."""
-    recipe = config.algorithm.recipe
-    roles: list[Role] = ["policy"]
-    if recipe.needs_critic:
-        roles.append("critic")
-    if recipe.needs_reference:
-        roles.append("reference")
-    return roles
+    return [role for role in get_args(Role) if role in config.roles]
 
 
 def model_of(config: OnlineConfig, role: Role) -> str:

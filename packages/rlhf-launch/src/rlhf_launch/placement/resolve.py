@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
-from rlhf_algos import ModelSection, PlacementSection, TrainSection, choose_device, choose_dtype
+from rlhf_algos import ModelSection, TrainSection, choose_device, choose_dtype
 from rlhf_core import ROLLOUT_BACKENDS, TRAIN_ENGINES, DType, PluginError, ResourceError, load_plugin
 
+from rlhf_launch.config.placement import OnlinePlacementSection
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
 from rlhf_launch.config.run import OnlineConfig
@@ -51,8 +52,13 @@ class WorkerNeeds(Protocol):
         ...
 
     @property
-    def placement(self) -> PlacementSection:
+    def placement(self) -> OnlinePlacementSection:
         """Where workers run."""
+        ...
+
+    @property
+    def shared(self) -> tuple[frozenset[str], ...]:
+        """Sets of roles that sit on the same devices."""
         ...
 
     @property
@@ -85,7 +91,8 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
     ranks = {"train.ranks": config.train.ranks if trains else 1}
     for name, part in (config.reward or RewardSection()).engine_parts().items():
         load_plugin_checked(TRAIN_ENGINES, part.engine or engine)
-        ranks[f"reward.parts.{name}.ranks"] = part.ranks
+        placed = config.placement.reward.get(name)
+        ranks[f"placement.reward.{name}.ranks"] = (placed and placed.ranks) or 1
     most = max(ranks, key=lambda key: ranks[key])
     if executor == "local" and (ranks[most] > 1 or config.rollout.engines > 1):
         raise ResourceError(

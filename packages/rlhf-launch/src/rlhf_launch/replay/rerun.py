@@ -272,5 +272,5 @@ def on_one_process(config: OnlineConfig, then: OnlineConfig, overrides: Sequence
         model=replace(config.model, dtype=dtype),
         train=replace(config.train, **train),
         rollout=replace(config.rollout, engines=1),
-        placement=replace(config.placement, executor="local", device=device),
+        placement=config.placement.of_one_process(device),
     )

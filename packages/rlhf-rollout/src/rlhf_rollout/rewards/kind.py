@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlhf_core import ConfigError, DType, RewardFunction
+from rlhf_core import DType, RewardFunction
 
 from rlhf_rollout.rewards.batched_scorer import Scorer
 from rlhf_rollout.rewards.faults import FailureHandling
@@ -45,18 +44,10 @@ class EngineRewardConfig(RewardConfig):
 
     path: str
     """The model: a path, or else a hub name."""
-    ranks: int = 1
-    """Training-engine ranks of this model alone."""
     engine: str | None = None
     """Training engine that scores; None for the policy's."""
     dtype: DType | None = None
     """Numbers in which the model runs; None for the policy's."""
-    engine_options: Mapping[str, Any] | None = None
-    """Settings of the engine; None for the policy's."""
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ConfigError(f"reward model {self.path!r}: ranks must be at least 1, got {self.ranks}")
 
     def make(self, engine: Scorer, *, name: str, tokenizer: Any, policy_tokenizer: Any) -> RewardFunction:
         """The reward.

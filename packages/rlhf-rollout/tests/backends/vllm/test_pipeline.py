@@ -38,9 +38,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def backend(model_path: str) -> Iterator[VLLMBackend]:
-    options = {"pipeline_parallel_size": 2}
     backend = VLLMBackend(
-        RolloutConfig(model=model_path, max_model_len=512, max_num_seqs=8, adapter_rank=8, options=options)
+        RolloutConfig(model=model_path, max_model_len=512, max_num_seqs=8, adapter_rank=8, pipeline_parallel_size=2)
     )
     yield backend
     backend.close()

@@ -72,7 +72,10 @@ def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
         return
     if zero.stage not in (1, 2) or config.optimizer is None:
         what = "a frozen engine" if config.optimizer is None else f"stage {zero.stage}"
-        raise ConfigError(f"engine options: autotp_size works with a trained engine at stage 1 or 2, got {what}")
+        raise ConfigError(
+            f"engine options: autotp_size works with a trained engine at stage 1 or 2, got {what}; give a frozen "
+            "role options of its own (stage: 3, autotp_size: 1)"
+        )
     others = {
         "lora": config.lora is not None,
         "average_decay": config.average_decay is not None,

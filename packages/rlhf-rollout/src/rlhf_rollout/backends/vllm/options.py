@@ -11,7 +11,10 @@ from typing import Any, get_args
 from rlhf_core import ConfigError, RolloutConfig, config_from, did_you_mean
 
 _FROM_CONFIG = frozenset(
-    {"model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "seed", "trust_remote_code"}
+    {
+        *("model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("seed", "trust_remote_code"),
+    }
 )
 _FIXED = {
     "logprobs_mode": "log-probs must be those of the distribution that tokens are drawn from",
@@ -103,7 +106,7 @@ def prepare_process(config: RolloutConfig) -> None:
 
 def worker_count(config: RolloutConfig) -> int:
     """Workers of the engine: tensor-parallel ranks times pipeline stages."""
-    return config.tensor_parallel_size * int(config.options.get("pipeline_parallel_size", 1))
+    return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
 def engine_arguments(config: RolloutConfig) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class StepRewardConfig(EngineRewardConfig):
     `mean`)."""
 
     def __post_init__(self) -> None:
-        EngineRewardConfig.__post_init__(self)
         if self.aggregate not in _AGGREGATES:
             raise ConfigError(
                 f"step reward: aggregate {self.aggregate!r} is unknown; write one of {', '.join(_AGGREGATES)}"
