@@ -29,6 +29,16 @@ from rlhf_core.checks import check_choice, check_number, check_switch, check_who
 from rlhf_core.damage import damage_error, find_damage, naming_damage
 from rlhf_core.data.batch import RUN_TOGETHER, Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.packed import (
+    FlagsLike,
+    FloatsLike,
+    IntsLike,
+    Packed,
+    PackedDoubles,
+    PackedFlags,
+    PackedFloats,
+    PackedInts,
+)
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import (
@@ -175,10 +185,13 @@ __all__ = [
     "EngineDiedError",
     "Environment",
     "FinishReason",
+    "FlagsLike",
+    "FloatsLike",
     "FourBit",
     "GenerationRequest",
     "GenerationResult",
     "Heads",
+    "IntsLike",
     "KeepsAverage",
     "Layout",
     "LinearHead",
@@ -198,6 +211,11 @@ __all__ = [
     "OneRank",
     "OptimizerConfig",
     "OwnHead",
+    "Packed",
+    "PackedDoubles",
+    "PackedFlags",
+    "PackedFloats",
+    "PackedInts",
     "PackingSource",
     "PartialSync",
     "PauseMode",

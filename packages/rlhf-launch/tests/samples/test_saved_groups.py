@@ -80,7 +80,7 @@ def test_what_no_file_can_hold_is_known():
         assert can_be_saved(ScoredGroup(trajectories=(sample,), scores=(Score(value=1.0),))) is expected
 
 
-def test_a_token_takes_17_bytes():
+def test_a_token_takes_13_bytes():
     long = trajectory(
         token_ids=(1,) * 1000,
         response_mask=(False, *(True,) * 999),
@@ -88,5 +88,5 @@ def test_a_token_takes_17_bytes():
         weight_versions=(-1, *(0,) * 999),
     )
     packed = pack_groups([ScoredGroup(trajectories=(long,), scores=(Score(value=1.0),))])
-    assert sum(tensor.numel() * tensor.element_size() for tensor in packed.values()) < 17 * 1000 + 600
-    assert packed["rollout_log_probs"].dtype == torch.float64
+    assert sum(tensor.numel() * tensor.element_size() for tensor in packed.values()) < 13 * 1000 + 600
+    assert packed["rollout_log_probs"].dtype == torch.float32

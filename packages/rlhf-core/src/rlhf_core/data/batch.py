@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
+from rlhf_core.data.pickled import reduced
 from rlhf_core.data.trajectory import Trajectory
 
 RUN_TOGETHER = "run_together"
@@ -65,6 +67,9 @@ class Batch:
         if self.sample_ids and len(self.sample_ids) != shape[0]:
             raise ValueError(f"{len(self.sample_ids)} sample ids for {shape[0]} rows")
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduced(self, protocol)
+
     @property
     def rows(self) -> int:
         """Number of rows."""
@@ -110,8 +115,7 @@ class Batch:
         width = max(1, int(self.lengths[index].max())) if len(rows) else self.token_ids.shape[1]
 
         def cut(tensor: Tensor) -> Tensor:
-            picked = tensor[index]
-            return picked[:, :width] if picked.dim() > 1 else picked
+            return (tensor[:, :width] if tensor.dim() > 1 else tensor).index_select(0, index)
 
         return replace(
             self,
@@ -140,8 +144,10 @@ class Batch:
 
 def pad_rows(rows: Sequence[Sequence[Any]], *, value: Any, dtype: torch.dtype) -> Tensor:
     """Stack sequences of unequal length into [rows, longest], padded on the right with `value`."""
-    width = max((len(row) for row in rows), default=0)
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
+    padded = torch.full((len(rows), max(map(len, rows), default=0)), value, dtype=dtype)
+    for place, row in zip(padded.numpy(), rows, strict=True):
+        place[: len(row)] = row
+    return padded
 
 
 def collate(
@@ -165,11 +171,13 @@ def collate(
     log_probs = pad_rows([t.rollout_log_probs for t in items], value=0.0, dtype=torch.float32)
     columns = {"rollout_log_probs": log_probs}
     if any(t.rewards for t in items):
-        rewards = [t.rewards or (0.0,) * len(t.token_ids) for t in items]
-        columns["rewards"] = pad_rows(rewards, value=0.0, dtype=torch.float32)
+        columns["rewards"] = pad_rows([t.rewards for t in items], value=0.0, dtype=torch.float32)
+        if columns["rewards"].shape != log_probs.shape:  # those of the longest rows are empty
+            columns["rewards"] = pad(columns["rewards"], (0, log_probs.shape[1] - columns["rewards"].shape[1]))
+    lengths = torch.tensor([len(t.token_ids) for t in items])
     return Batch(
         token_ids=pad_rows([t.token_ids for t in items], value=pad_token_id, dtype=torch.long),
-        attention_mask=pad_rows([[True] * len(t.token_ids) for t in items], value=False, dtype=torch.bool),
+        attention_mask=torch.arange(log_probs.shape[1]) < lengths[:, None],
         response_mask=pad_rows([t.response_mask for t in items], value=False, dtype=torch.bool),
         columns=columns,
         temperature=temperature,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf_core.data.packed import FloatsLike, IntsLike, PackedFloats, PackedInts
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.errors import ConfigError
 
@@ -14,11 +16,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One prompt and its `n` samples. A backend computes the prompt once for all of them."""
+    """One prompt and its `n` samples. A backend computes the prompt once for all of them.
+
+    The prompt may be given as any sequence of numbers.
+    """
 
     request_id: str
     """Unique among the requests in flight."""
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: PackedInts
     sampling: SamplingConfig
     n: int = 1
     """Samples to draw."""
@@ -27,7 +32,21 @@ class GenerationRequest:
     images: tuple[Any, ...] = ()
     """Images in the order of their placeholders in the prompt; needs a backend with the `images` capability."""
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            request_id: str,
+            prompt_token_ids: IntsLike,
+            sampling: SamplingConfig,
+            n: int = 1,
+            seed: int | None = None,
+            images: Sequence[Any] = (),
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", PackedInts.of(self.prompt_token_ids))
         if not self.prompt_token_ids:
             raise ConfigError(f"request {self.request_id!r} has an empty prompt; give at least one token id")
         if self.n < 1:
@@ -36,20 +55,35 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sampled continuation. The three per-token tuples have equal length.
+    """One sampled continuation. The three per-token columns have equal length, and may be given as any sequences or
+    arrays.
 
     >>> Sample(token_ids=(7, 2), log_probs=(-0.1, -0.3), weight_versions=(4, 4), finish_reason="stop").length
     2
     """
 
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    token_ids: PackedInts
+    log_probs: PackedFloats
     """Log-prob of each token under the distribution it was drawn from (see `GenerationResult.meaning`)."""
-    weight_versions: tuple[int, ...]
+    weight_versions: PackedInts
     """Version of the weights that produced each token."""
     finish_reason: FinishReason
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            token_ids: IntsLike,
+            log_probs: FloatsLike,
+            weight_versions: IntsLike,
+            finish_reason: FinishReason,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", PackedInts.of(self.token_ids))
+        object.__setattr__(self, "log_probs", PackedFloats.of(self.log_probs))
+        object.__setattr__(self, "weight_versions", PackedInts.of(self.weight_versions))
         if not len(self.token_ids) == len(self.log_probs) == len(self.weight_versions):
             raise ValueError(
                 f"a sample needs one log-prob and one weight version per token, got {len(self.token_ids)} "

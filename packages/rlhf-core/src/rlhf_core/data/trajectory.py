@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rlhf_core.data.packed import (
+    FlagsLike,
+    FloatsLike,
+    IntsLike,
+    PackedDoubles,
+    PackedFlags,
+    PackedFloats,
+    PackedInts,
+)
 from rlhf_core.data.sampling import LogProbMeaning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """Prompt, sampled and environment tokens in one row.
+    """Prompt, sampled and environment tokens in one row. Per-token columns may be given as any sequences or arrays.
 
     A prompt of two tokens and a response of two, the last being end-of-text:
 
@@ -27,13 +37,13 @@ class Trajectory:
     """Unique in a run; reports name samples by it."""
     group_id: str
     """Samples of the same prompt share it."""
-    token_ids: tuple[int, ...]
+    token_ids: PackedInts
     """[length]"""
-    response_mask: tuple[bool, ...]
+    response_mask: PackedFlags
     """[length] True where the policy sampled the token."""
-    rollout_log_probs: tuple[float, ...]
+    rollout_log_probs: PackedFloats
     """[length] Sampler's log-prob where `response_mask` is True, 0 elsewhere."""
-    weight_versions: tuple[int, ...]
+    weight_versions: PackedInts
     """[length] Version of the weights that sampled the token, -1 where none did."""
     meaning: LogProbMeaning = field(default_factory=LogProbMeaning)
     """What `rollout_log_probs` are conditioned on."""
@@ -41,53 +51,82 @@ class Trajectory:
     """True if the episode was cut off by a limit and did not end by itself."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's other columns (for instance `answer`), for reward functions."""
-    rewards: tuple[float, ...] = ()
+    rewards: PackedDoubles = field(default_factory=PackedDoubles)
     """[length] What an environment gave for each turn, at the turn's last sampled token, 0 elsewhere; empty if no
     environment gave any. A score of the episode includes them: they say where in it parts of the score fell."""
     images: tuple[Any, ...] = ()
     """Images of the prompt and of environment messages, in the order of their placeholders in `token_ids`."""
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            sample_id: str,
+            group_id: str,
+            token_ids: IntsLike,
+            response_mask: FlagsLike,
+            rollout_log_probs: FloatsLike,
+            weight_versions: IntsLike,
+            meaning: LogProbMeaning = ...,
+            truncated: bool = False,
+            metadata: Mapping[str, Any] = ...,
+            rewards: FloatsLike = (),
+            images: Sequence[Any] = (),
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        lengths = {
-            "token_ids": len(self.token_ids),
-            "response_mask": len(self.response_mask),
-            "rollout_log_probs": len(self.rollout_log_probs),
-            "weight_versions": len(self.weight_versions),
-        }
-        if self.rewards:
-            lengths["rewards"] = len(self.rewards)
+        for name, kind in _COLUMNS.items():
+            object.__setattr__(self, name, kind.of(getattr(self, name)))
+        lengths = {name: len(getattr(self, name)) for name in _COLUMNS if name != "rewards" or self.rewards}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"trajectory {self.sample_id!r}: arrays differ in length: {lengths}")
         if not self.token_ids or self.response_mask[0]:
             raise ValueError(
                 f"trajectory {self.sample_id!r}: needs at least one prompt token before the first sampled one"
             )
-        for position, (sampled, log_prob, version) in enumerate(
-            zip(self.response_mask, self.rollout_log_probs, self.weight_versions, strict=True)
-        ):
-            if sampled and (not math.isfinite(log_prob) or log_prob > 1e-3 or version < 0):
+        sampled, log_probs = np.asarray(self.response_mask), np.asarray(self.rollout_log_probs)
+        # NaN is in no range.
+        known = (log_probs > -np.inf) & (log_probs <= 1e-3) & (np.asarray(self.weight_versions) >= 0)
+        if not (known | ~sampled).all():
+            position = int((~known & sampled).argmax())
+            raise ValueError(
+                f"trajectory {self.sample_id!r}: sampled token at position {position} needs a finite "
+                f"log-prob <= 0 and a weight version >= 0, got {self.rollout_log_probs[position]} and "
+                f"{self.weight_versions[position]}"
+            )
+        if self.rewards:
+            rewards = np.asarray(self.rewards)
+            wrong = ~np.isfinite(rewards) | ((rewards != 0) & ~sampled)
+            if wrong.any():
+                position = int(wrong.argmax())
                 raise ValueError(
-                    f"trajectory {self.sample_id!r}: sampled token at position {position} needs a finite "
-                    f"log-prob <= 0 and a weight version >= 0, got {log_prob} and {version}"
-                )
-        for position, (sampled, reward) in enumerate(zip(self.response_mask, self.rewards, strict=False)):
-            if not math.isfinite(reward) or (reward and not sampled):
-                raise ValueError(
-                    f"trajectory {self.sample_id!r}: the reward at position {position} is {reward}; rewards must "
-                    "be finite, and 0 on tokens that the policy did not sample"
+                    f"trajectory {self.sample_id!r}: the reward at position {position} is {rewards[position]}; "
+                    "rewards must be finite, and 0 on tokens that the policy did not sample"
                 )
 
     @property
     def prompt_length(self) -> int:
         """Number of tokens before the first sampled one (all of them if none was sampled)."""
-        return self.response_mask.index(True) if True in self.response_mask else len(self.token_ids)
+        first = int(np.asarray(self.response_mask).argmax())
+        return first or len(self.token_ids)  # the first token is never sampled
 
     @property
     def response_length(self) -> int:
         """Number of sampled tokens."""
-        return sum(self.response_mask)
+        return self.response_mask.count(True)
 
     @property
-    def response_token_ids(self) -> tuple[int, ...]:
+    def response_token_ids(self) -> PackedInts:
         """Everything after the prompt, environment tokens included."""
         return self.token_ids[self.prompt_length :]
+
+
+_COLUMNS = {
+    "token_ids": PackedInts,
+    "response_mask": PackedFlags,
+    "rollout_log_probs": PackedFloats,
+    "weight_versions": PackedInts,
+    "rewards": PackedDoubles,
+}
+"""What a trajectory has for each token."""

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf_core.data.batch import Batch
+from rlhf_core.data.pickled import reduced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +45,9 @@ class ModelOutputs:
     routed_experts: Int[Tensor, "rows length choices"] | None = None
     """Experts each token went through, those of the first layer first; -1 in the padding. As the batch's column of
     this name they are chosen again (see `rlhf_core.model.expert_routing`)."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduced(self, protocol)
 
     def of_rows(self, rows: slice, *, width: int) -> ModelOutputs:
         """The outputs of these rows alone, those per token cut to `width` tokens; what is of no row stays."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
+from rlhf_core.data.packed import FloatsLike, PackedDoubles
 from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import RewardError
 
@@ -17,9 +20,18 @@ class Score:
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
-    rewards: tuple[float, ...] = ()
+    rewards: PackedDoubles = field(default_factory=PackedDoubles)
     """[length of the trajectory] Where in it parts of the score fell (the steps of a process reward), 0 elsewhere;
-    empty if the score is for the whole."""
+    empty if the score is for the whole. Any sequence or array may be given."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, value: float, components: Mapping[str, float] = ..., rewards: FloatsLike = ()
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rewards", PackedDoubles.of(self.rewards))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +97,7 @@ def _fault(score: Score | DroppedSample, trajectory: Trajectory) -> str:
         return f"{score.components[bad[0]]} as the component {bad[0]!r}"
     if score.rewards and len(score.rewards) != len(trajectory.token_ids):
         return f"{len(score.rewards)} token rewards (it has {len(trajectory.token_ids)} tokens)"
-    return "a token reward that is not finite" if not all(map(math.isfinite, score.rewards)) else ""
+    return "a token reward that is not finite" if not np.isfinite(np.asarray(score.rewards)).all() else ""
 
 
 def keep_scored(

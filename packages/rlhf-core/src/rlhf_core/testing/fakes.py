@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.packed import PackedFloats
 from rlhf_core.errors import EngineDiedError, StaleWeightsError, WeightSyncError
 from rlhf_core.interfaces.rollout import BackendCapabilities, PauseMode, RolloutConfig
 from rlhf_core.weight_sync.manifest import WeightManifest
@@ -85,9 +86,9 @@ class ScriptedBackend:
                 versions.append(self._version)
         reason: FinishReason = "stop" if len(tokens) == len(script) else "length"
         return Sample(
-            token_ids=tuple(tokens[: len(versions)]),
-            log_probs=(self._log_prob,) * len(versions),
-            weight_versions=tuple(versions),
+            token_ids=tokens[: len(versions)],
+            log_probs=PackedFloats.full(len(versions), self._log_prob),
+            weight_versions=versions,
             finish_reason=reason if len(versions) == len(tokens) else "abort",
         )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhf_core.data.generation import GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.packed import IntsLike, PackedInts
 from rlhf_core.data.sampling import SamplingConfig
 from rlhf_core.interfaces.rollout import PauseMode, RolloutBackend, RolloutConfig
 from rlhf_core.testing.tiny import SPECIAL_TOKENS, save_tiny_model
@@ -97,7 +98,7 @@ class RolloutGround:
         self,
         request_id: str = "request",
         *,
-        prompt: tuple[int, ...] | None = None,
+        prompt: IntsLike | None = None,
         sampling: SamplingConfig | None = None,
         n: int = 1,
         seed: int | None = 0,
@@ -105,7 +106,7 @@ class RolloutGround:
         """A request with defaults."""
         return GenerationRequest(
             request_id=request_id,
-            prompt_token_ids=prompt or self.prompt(0),
+            prompt_token_ids=self.prompt(0) if prompt is None else prompt,
             sampling=sampling or SamplingConfig(max_tokens=16),
             n=n,
             seed=seed,
@@ -188,7 +189,7 @@ async def generate_all(backend: RolloutBackend, requests: Sequence[GenerationReq
     return list(await asyncio.gather(*(backend.generate(request) for request in requests)))
 
 
-def token_ids(results: Results) -> list[tuple[int, ...]]:
+def token_ids(results: Results) -> list[PackedInts]:
     """The tokens of all samples of all results."""
     return [sample.token_ids for result in results for sample in result.samples]
 

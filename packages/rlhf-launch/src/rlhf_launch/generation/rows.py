@@ -25,9 +25,9 @@ def make_row(
     samples = [
         {
             "text": text,
-            "token_ids": sample.token_ids,
-            "log_probs": sample.log_probs,
-            "weight_versions": sample.weight_versions,
+            "token_ids": sample.token_ids.tolist(),
+            "log_probs": sample.log_probs.tolist(),
+            "weight_versions": sample.weight_versions.tolist(),
             "finish_reason": sample.finish_reason,
         }
         for sample, text in zip(result.samples, texts, strict=True)
@@ -40,7 +40,7 @@ def make_row(
     return {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
-        "prompt_token_ids": prompt.token_ids,
+        "prompt_token_ids": prompt.token_ids.tolist(),
         "columns": dict(prompt.metadata),
         "log_prob_meaning": asdict(result.meaning),
         "samples": samples,

@@ -164,7 +164,9 @@ class _Work:
             seed=request_seed(config.seed, label),
         )
         result = await self._pool.generate(request)
-        texts = self._tokenizer.batch_decode([list(s.token_ids) for s in result.samples], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(
+            [s.token_ids.tolist() for s in result.samples], skip_special_tokens=True
+        )
         scores = None
         if self._rewarder is not None:
             trajectories = [

@@ -239,8 +239,8 @@ def check_tokens(tokenizer: Any, sampled: Sequence[Trajectory], trained: Sequenc
     """Compare what was sampled with the token ids that the trainer got, one row per trajectory."""
     changed = fragile = 0
     for trajectory, row in zip(sampled, trained, strict=True):
-        response = list(trajectory.response_token_ids)
+        response = trajectory.response_token_ids.tolist()
         text = tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         fragile += tokenizer(text, add_special_tokens=False)["input_ids"] != response
-        changed += list(row) != list(trajectory.token_ids)
+        changed += list(row) != trajectory.token_ids
     return TokenCheck(samples=len(sampled), changed=changed, fragile=fragile)

@@ -165,14 +165,8 @@ def forward_of(model: str, dtype: str, *, trust: bool = False) -> Callable[[Traj
 
 
 def _sampled(trajectories: Sequence[Trajectory]) -> Tensor:
-    return torch.tensor(
-        [
-            log_prob
-            for trajectory in trajectories
-            for log_prob, sampled in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True)
-            if sampled
-        ]
-    )
+    batch = collate(trajectories)
+    return batch["rollout_log_probs"][batch.response_mask]
 
 
 def _trainer_log_probs(group: TrainGroup, trajectories: Sequence[Trajectory]) -> Tensor:

@@ -145,7 +145,7 @@ def show_samples(console: Console, evaluation: Evaluation, *, count: int = 5) ->
         table.add_column(column)
     for group in evaluation.examples[:count]:
         trajectory, score = group.trajectories[0], group.scores[0]
-        given = tokenizer.decode(list(trajectory.response_token_ids), skip_special_tokens=True)
+        given = tokenizer.decode(trajectory.response_token_ids.tolist(), skip_special_tokens=True)
         right = str(trajectory.metadata["answer"])
         table.add_row(trajectory.metadata["prompt"], given, right, "yes" if score.value == 1 else "no")
     console.print(table)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rlhf_rollout import ScoredGroup
 
+from rlhf_launch.samples.groups import known_versions
 from rlhf_launch.samples.prompts import PromptStream
 
 Unused = Literal["filtered", "dropped"]
@@ -58,8 +59,8 @@ class PromptAccount:
         entry = {"position": position, "row": self._prompts.at(position).prompt_id, "outcome": outcome}
         if outcome == "dropped":
             return entry | {"reason": group.dropped[0].reason}
-        versions = [version for t in group.trajectories for version in t.weight_versions if version >= 0]
-        spans = {"versions": [min(versions), max(versions)]} if versions else {}
+        versions = known_versions(group.trajectories)
+        spans = {"versions": [int(versions.min()), int(versions.max())]} if versions.size else {}
         return entry | {"lengths": [t.response_length for t in group.trajectories]} | spans
 
 

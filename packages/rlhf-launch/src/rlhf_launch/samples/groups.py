@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rlhf_core import (
     Batch,
     CapabilityError,
@@ -156,15 +158,21 @@ def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
 def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Weight updates between each sample's oldest token and the weights that are trained now: mean and max."""
     oldest = [
-        min(versions)
+        int(versions.min())
         for group in groups
         for trajectory in group.trajectories
-        if (versions := [v for v in trajectory.weight_versions if v >= 0])
+        if (versions := known_versions([trajectory])).size
     ]
     if not oldest:
         return {}
     found = [version - old for old in oldest]
     return {"staleness/mean": sum(found) / len(found), "staleness/max": float(max(found))}
+
+
+def known_versions(trajectories: Iterable[Trajectory]) -> NDArray[np.int32]:
+    """The weight versions of all sampled tokens."""
+    versions = np.concatenate([np.asarray(trajectory.weight_versions) for trajectory in trajectories])
+    return versions[versions >= 0]
 
 
 async def _awaited(samples: Awaitable[list[Trajectory | DroppedSample]]) -> list[Trajectory | DroppedSample]:

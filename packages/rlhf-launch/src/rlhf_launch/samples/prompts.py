@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from rlhf_algos import (
@@ -21,7 +21,7 @@ from rlhf_algos import (
     read_rows,
     with_system_prompt,
 )
-from rlhf_core import ConfigError, DataError
+from rlhf_core import ConfigError, DataError, IntsLike, PackedInts
 
 from rlhf_launch.config.run import MAX_PROMPT_TOKENS
 
@@ -33,9 +33,19 @@ class Prompt:
     prompt_id: str
     """Its row in the data."""
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: PackedInts
+    """Any sequence of numbers may be given."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns under the names that the reward function takes."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, prompt_id: str, text: str, token_ids: IntsLike, metadata: Mapping[str, Any] = ...
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", PackedInts.of(self.token_ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

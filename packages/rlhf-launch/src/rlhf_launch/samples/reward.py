@@ -35,7 +35,7 @@ class Rewarder:
     def decode(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """The text of each response, without special tokens."""
         return self.tokenizer.batch_decode(
-            [list(trajectory.response_token_ids) for trajectory in trajectories], skip_special_tokens=True
+            [trajectory.response_token_ids.tolist() for trajectory in trajectories], skip_special_tokens=True
         )
 
 

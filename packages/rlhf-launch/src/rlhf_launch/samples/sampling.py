@@ -6,7 +6,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from rlhf_core import DroppedSample, GenerationRequest, GenerationResult, SamplingConfig, Trajectory
+from rlhf_core import (
+    DroppedSample,
+    GenerationRequest,
+    GenerationResult,
+    PackedFlags,
+    PackedFloats,
+    PackedInts,
+    SamplingConfig,
+    Trajectory,
+)
 from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
 
 from rlhf_launch.samples.prompts import Prompt
@@ -81,15 +90,16 @@ def greedy_sampling(sampling: SamplingConfig) -> SamplingConfig:
 
 def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory]:
     """Single-turn trajectories: the prompt's tokens, then the sampled ones."""
-    size = len(prompt.token_ids)
+    size, tokens = len(prompt.token_ids), PackedInts.of(prompt.token_ids)
+    given, nothing, none = PackedFlags.full(size, False), PackedFloats.full(size, 0.0), PackedInts.full(size, -1)
     return [
         Trajectory(
             sample_id=f"{result.request_id}/{index}",
             group_id=result.request_id,
-            token_ids=prompt.token_ids + sample.token_ids,
-            response_mask=(False,) * size + (True,) * sample.length,
-            rollout_log_probs=(0.0,) * size + sample.log_probs,
-            weight_versions=(-1,) * size + sample.weight_versions,
+            token_ids=tokens + sample.token_ids,
+            response_mask=given + PackedFlags.full(sample.length, True),
+            rollout_log_probs=nothing + sample.log_probs,
+            weight_versions=none + sample.weight_versions,
             meaning=result.meaning,
             truncated=sample.finish_reason != "stop",
             metadata={**prompt.metadata, "prompt": prompt.text},

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from rlhf_core import DroppedSample, LogProbMeaning, Score, Trajectory
+from rlhf_core import (
+    DroppedSample,
+    LogProbMeaning,
+    Packed,
+    PackedDoubles,
+    PackedFlags,
+    PackedFloats,
+    PackedInts,
+    Score,
+    Trajectory,
+)
 from rlhf_rollout import ScoredGroup
 from torch import Tensor
 
-_COLUMNS: Mapping[str, Any] = {
-    "token_ids": np.int32,
-    "response_mask": np.bool_,
-    "rollout_log_probs": np.float64,
-    "weight_versions": np.int32,
+_COLUMNS: Mapping[str, type[Packed[Any]]] = {
+    "token_ids": PackedInts,
+    "response_mask": PackedFlags,
+    "rollout_log_probs": PackedFloats,
+    "weight_versions": PackedInts,
 }
 """What each trajectory has per token."""
 
@@ -49,11 +58,11 @@ def pack_groups(groups: Sequence[ScoredGroup]) -> dict[str, Tensor]:
     packed = {
         "plain": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8),
         "lengths": torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
-        **{name: _joined((getattr(s, name) for s in samples), kind) for name, kind in _COLUMNS.items()},
+        **{name: _joined([getattr(s, name) for s in samples], kind) for name, kind in _COLUMNS.items()},
     }
     for name, owners in (("reward", samples), ("score_reward", scores)):
         packed[f"{name}_lengths"] = torch.tensor([len(one.rewards) for one in owners], dtype=torch.int64)
-        packed[f"{name}s"] = _joined((one.rewards for one in owners), np.float64)
+        packed[f"{name}s"] = _joined([one.rewards for one in owners], PackedDoubles)
     return packed
 
 
@@ -108,10 +117,10 @@ def _plain(group: ScoredGroup) -> dict[str, Any]:
     }
 
 
-def _joined(parts: Iterable[Sequence[Any]], kind: Any) -> Tensor:
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype=kind))
+def _joined(parts: Sequence[Packed[Any]], kind: type[Packed[Any]]) -> Tensor:
+    return torch.from_numpy(np.array(kind.joined(parts)))
 
 
-def _parts(joined: Tensor, lengths: Tensor) -> Iterator[tuple[Any, ...]]:
-    """One tuple of Python numbers for each length."""
-    return (tuple(part.tolist()) for part in joined.split(lengths.tolist()))
+def _parts(joined: Tensor, lengths: Tensor) -> Iterator[np.ndarray]:
+    """One array for each length."""
+    return iter(np.split(joined.numpy(), np.cumsum(lengths.numpy())[:-1])) if len(lengths) else iter(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
@@ -71,7 +71,7 @@ class AgentTask:
 
     group_id: str
     """Unique in the run; episode i is the sample `<group_id>/<i>`."""
-    prompt_token_ids: tuple[int, ...] = ()
+    prompt_token_ids: Sequence[int] = ()
     """May be empty if the environment's `reset` says how the episode starts."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns, for the environment and for reward functions."""

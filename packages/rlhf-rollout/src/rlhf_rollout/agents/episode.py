@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhf_core import LogProbMeaning, Sample, Trajectory
+import numpy as np
+from rlhf_core import LogProbMeaning, PackedFlags, PackedFloats, PackedInts, Sample, Trajectory
 
 Ending = Literal["done", "turns", "tokens", "length", "abort", "deadline"]
 """`done`: the environment ended it; `turns`: max_turns; `tokens`: no room for another turn; `length`: a turn was
@@ -15,14 +16,15 @@ cut at its max_tokens; `abort`: the generator gave a turn up; `deadline`: enviro
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """The tokens of an episode so far, and lists of the same length with what is known of each token."""
+    """The tokens of an episode so far, and columns of the same length with what is known of each token."""
 
     sample_id: str
-    token_ids: list[int] = field(default_factory=list)
-    response_mask: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    token_ids: PackedInts = field(default_factory=PackedInts)
+    response_mask: PackedFlags = field(default_factory=PackedFlags)
+    log_probs: PackedFloats = field(default_factory=PackedFloats)
+    weight_versions: PackedInts = field(default_factory=PackedInts)
+    rewards: dict[int, float] = field(default_factory=dict)
+    """What the environment gave for turns, by the position of the turn's last token."""
     images: list[Any] = field(default_factory=list)
     turns: int = 0
     turn_start: int = 0
@@ -35,21 +37,19 @@ class Episode:
     def add_given(self, token_ids: Sequence[int], images: Sequence[Any] = ()) -> None:
         """Append tokens of the prompt or the environment, which are context and have no loss."""
         count = len(token_ids)
-        self.token_ids += token_ids
-        self.response_mask += [False] * count
-        self.log_probs += [0.0] * count
-        self.weight_versions += [-1] * count
-        self.rewards += [0.0] * count
+        self.token_ids += PackedInts.of(token_ids)
+        self.response_mask += PackedFlags.full(count, False)
+        self.log_probs += PackedFloats.full(count, 0.0)
+        self.weight_versions += PackedInts.full(count, -1)
         self.images += images
 
     def add_turn(self, sample: Sample, meaning: LogProbMeaning) -> None:
         """Append a sampled turn, token by token as it was sampled."""
         self.turn_start = len(self.token_ids)
         self.token_ids += sample.token_ids
-        self.response_mask += [True] * sample.length
+        self.response_mask += PackedFlags.full(sample.length, True)
         self.log_probs += sample.log_probs
         self.weight_versions += sample.weight_versions
-        self.rewards += [0.0] * sample.length
         if not self.turns:  # a later turn may have less room, and so less of `min_tokens`
             self.meaning = meaning
         self.turns += 1
@@ -57,20 +57,24 @@ class Episode:
 
     def reward(self, amount: float) -> None:
         """Add to the reward of the turn that was just sampled, at its last token."""
-        self.rewards[-1] += amount
+        last = len(self.token_ids) - 1
+        self.rewards[last] = self.rewards.get(last, 0.0) + amount
 
     def trajectory(self, group_id: str, metadata: Mapping[str, Any], ending: Ending) -> Trajectory:
         """The finished trajectory. `metadata` gets `turns`, `ending` and `environment` (the numbers to log)."""
+        rewards = np.zeros(len(self.token_ids) if any(self.rewards.values()) else 0)
+        for position, amount in self.rewards.items() if len(rewards) else ():
+            rewards[position] = amount
         return Trajectory(
             sample_id=self.sample_id,
             group_id=group_id,
-            token_ids=tuple(self.token_ids),
-            response_mask=tuple(self.response_mask),
-            rollout_log_probs=tuple(self.log_probs),
-            weight_versions=tuple(self.weight_versions),
+            token_ids=self.token_ids,
+            response_mask=self.response_mask,
+            rollout_log_probs=self.log_probs,
+            weight_versions=self.weight_versions,
             meaning=self.meaning,
             truncated=ending != "done" or self.finish_reason != "stop",
             metadata={**metadata, "turns": self.turns, "ending": ending, "environment": dict(self.info)},
-            rewards=tuple(self.rewards) if any(self.rewards) else (),
+            rewards=rewards,
             images=tuple(self.images),
         )

@@ -16,6 +16,7 @@ from rlhf_core import (
     Environment,
     GenerationRequest,
     Observation,
+    PackedInts,
     SamplingConfig,
     Trajectory,
     Turn,
@@ -147,7 +148,7 @@ class AgentLoop:
         said = await call_environment(environment.reset, task.metadata, timeout_s=config.step_timeout_s)
         opening = self._turns.opening(task.prompt_token_ids, said)
         episode.add_given(opening, (*task.images, *said.images))
-        shared = config.max_turns == 1 and tuple(opening) == task.prompt_token_ids
+        shared = config.max_turns == 1 and episode.token_ids == PackedInts.of(task.prompt_token_ids)
         while True:
             room = self._max_tokens - len(episode.token_ids)
             if room < 1:
@@ -180,7 +181,7 @@ class AgentLoop:
             result = await self._generator.generate(
                 GenerationRequest(
                     request_id=f"{episode.sample_id}/{episode.turns}",
-                    prompt_token_ids=tuple(episode.token_ids),
+                    prompt_token_ids=episode.token_ids,
                     sampling=sampling,
                     seed=turn_seed(task.seed, index, episode.turns),
                     images=tuple(episode.images),
@@ -193,7 +194,7 @@ class AgentLoop:
 
     async def _step(self, environment: Environment, episode: Episode) -> Observation:
         """The environment's answer to the last turn."""
-        token_ids = tuple(episode.token_ids[episode.turn_start :])
+        token_ids = tuple(episode.token_ids[episode.turn_start :].tolist())
         turn = Turn(
             token_ids=token_ids,
             text=self._turns.decode(token_ids),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rlhf_core import Sample, ToolCall
+from rlhf_core import PackedInts, Sample, ToolCall
 
 from rlhf_rollout.chat.tool_calls import ToolCallParser, split_calls
 from rlhf_rollout.gateway.requests import RequestSettings
@@ -27,7 +27,7 @@ class Answer:
     model: str
     created: int
     answer_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: PackedInts
     tokenizer: Any
     asked: RequestSettings
 
@@ -62,7 +62,10 @@ class Answer:
             log_probs = {"content": self._chat_log_probs(sample)} if self.asked.log_probs else None
             choice = {"index": index, "message": message, "logprobs": log_probs}
             choices.append(choice | {"finish_reason": _finish(sample, message)} | _extras(sample))
-        return self._frame(choices) | {"usage": self._usage(samples), "prompt_token_ids": self.prompt_token_ids}
+        return self._frame(choices) | {
+            "usage": self._usage(samples),
+            "prompt_token_ids": self.prompt_token_ids.tolist(),
+        }
 
     def completion(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The whole answer of a completion request."""
@@ -72,7 +75,7 @@ class Answer:
                 "text": self.text(sample),
                 "finish_reason": sample.finish_reason,
                 "logprobs": self._completion_log_probs(sample) if self.asked.log_probs else None,
-                "prompt_token_ids": self.prompt_token_ids,
+                "prompt_token_ids": self.prompt_token_ids.tolist(),
             }
             | _extras(sample)
             for index, sample in enumerate(samples)
@@ -142,7 +145,7 @@ class Answer:
         offsets = list(accumulate(map(len, texts), initial=0))[:-1]
         return {
             "tokens": texts,
-            "token_logprobs": sample.log_probs,
+            "token_logprobs": sample.log_probs.tolist(),
             "top_logprobs": None,
             "text_offset": offsets,
         }
@@ -186,4 +189,4 @@ def _finish(sample: Sample, message: Mapping[str, Any]) -> str:
 
 
 def _extras(sample: Sample) -> dict[str, Any]:
-    return {"token_ids": sample.token_ids, "weight_versions": sample.weight_versions}
+    return {"token_ids": sample.token_ids.tolist(), "weight_versions": sample.weight_versions.tolist()}

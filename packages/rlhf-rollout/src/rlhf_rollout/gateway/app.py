@@ -30,6 +30,7 @@ from rlhf_core import (
     DataError,
     GenerationRequest,
     GenerationResult,
+    PackedInts,
     RLHFError,
     Sample,
     Trajectory,
@@ -207,7 +208,7 @@ class Gateway:
         if session is not None:
             prompt = session.prompt(self._tokens, messages, tools)
         else:
-            prompt = TurnPrompt(parent=None, context=self._tokens.prompt(messages, tools))
+            prompt = TurnPrompt(parent=None, context=PackedInts(self._tokens.prompt(messages, tools)))
         work = self._work(body, prompt.token_ids, kind="chat.completion")
         work = replace(work, session=session, prompt=prompt, messages=messages, tools=tools)
         if work.answer.asked.stream:
@@ -220,7 +221,7 @@ class Gateway:
 
     async def _completions(self, request: Request) -> Response:
         body = await read_body(request, most=self._config.max_body_bytes, model=self._config.model)
-        work = self._work(body, read_prompt(body, self._tokens.tokenizer), kind="text_completion")
+        work = self._work(body, PackedInts(read_prompt(body, self._tokens.tokenizer)), kind="text_completion")
         if work.answer.asked.stream:
             return self._stream(work)
         result = await unless_gone(request, self._backend.generate(work.generation))
@@ -228,7 +229,7 @@ class Gateway:
             return Response(status_code=499)
         return JSONResponse(work.answer.completion(result.samples))
 
-    def _work(self, body: Mapping[str, Any], prompt: tuple[int, ...], *, kind: str) -> ClientRequest:
+    def _work(self, body: Mapping[str, Any], prompt: PackedInts, *, kind: str) -> ClientRequest:
         config = self._config
         asked = read_settings(body, room=config.max_model_len - len(prompt), fixed=config.sampling)
         answer = Answer(

@@ -129,8 +129,12 @@ def read_prompt(body: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         prompt = tokenizer(prompt, add_special_tokens=True)["input_ids"]
-    if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
+    if not isinstance(prompt, list) or not prompt or not all(map(_is_token, prompt)):
         raise DataError(
             "`prompt` must be one text or one list of token ids, and not empty; send a request per prompt"
         )
     return tuple(prompt)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31

@@ -6,11 +6,11 @@ several choices, makes branches; every sampled token is trained in exactly one t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core import LogProbMeaning, Sample, Trajectory
+from rlhf_core import LogProbMeaning, PackedFlags, PackedFloats, PackedInts, Sample, Trajectory
 
 from rlhf_rollout.chat.messages import Message, digests
 from rlhf_rollout.chat.tokens import ChatTokens
@@ -21,7 +21,7 @@ class RecordedTurn:
     """One sampled turn and the tokens that led to it."""
 
     parent: RecordedTurn | None
-    context: tuple[int, ...]
+    context: PackedInts
     """Tokens since the parent's last one: templates, users, tools. The whole prompt if there is no parent."""
     sample: Sample
     meaning: LogProbMeaning
@@ -37,9 +37,9 @@ class RecordedTurn:
         return turns[::-1]
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> PackedInts:
         """The tokens of the whole conversation up to the end of this turn."""
-        return tuple(token for turn in self.path for token in (*turn.context, *turn.sample.token_ids))
+        return PackedInts.joined([part for turn in self.path for part in (turn.context, turn.sample.token_ids)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +47,12 @@ class TurnPrompt:
     """The tokens from which the next turn of a session is sampled."""
 
     parent: RecordedTurn | None
-    context: tuple[int, ...]
+    context: PackedInts
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> PackedInts:
         """The complete prompt."""
-        return (self.parent.token_ids if self.parent else ()) + self.context
+        return (self.parent.token_ids if self.parent else PackedInts()) + self.context
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,9 +82,9 @@ class RecordedSession:
             context = tokens.continuation(messages, tools, turn=index, last_token_id=last)
             if context is not None:
                 self.misses += index != spoken[-1]
-                return TurnPrompt(parent=turn, context=context)
+                return TurnPrompt(parent=turn, context=PackedInts(context))
         self.misses += bool(spoken)
-        return TurnPrompt(parent=None, context=tokens.prompt(messages, tools))
+        return TurnPrompt(parent=None, context=PackedInts(tokens.prompt(messages, tools)))
 
     def record(
         self,
@@ -125,27 +125,26 @@ class RecordedSession:
     def _trajectory(
         self, name: str, path: list[RecordedTurn], chosen: set[int], meaning: LogProbMeaning
     ) -> Trajectory:
-        columns = list(zip(*_columns(path, chosen), strict=True))
+        parts = [part for turn in path for part in _parts(turn, trained=id(turn) in chosen)]
         return Trajectory(
             sample_id=name,
             group_id=self.group_id,
-            token_ids=columns[0],
-            response_mask=columns[1],
-            rollout_log_probs=columns[2],
-            weight_versions=columns[3],
+            token_ids=PackedInts.joined([tokens for tokens, _ in parts]),
+            response_mask=PackedFlags.joined(
+                [PackedFlags.full(len(tokens), sample is not None) for tokens, sample in parts]
+            ),
+            rollout_log_probs=PackedFloats.joined(
+                [sample.log_probs if sample else PackedFloats.full(len(tokens), 0.0) for tokens, sample in parts]
+            ),
+            weight_versions=PackedInts.joined(
+                [sample.weight_versions if sample else PackedInts.full(len(tokens), -1) for tokens, sample in parts]
+            ),
             meaning=meaning,
             truncated=path[-1].sample.finish_reason != "stop",
             metadata=self.metadata,
         )
 
 
-def _columns(path: list[RecordedTurn], chosen: set[int]) -> Iterator[tuple[int, bool, float, int]]:
-    """(token, trained?, log-prob, version) of each position."""
-    for turn in path:
-        for token in turn.context:
-            yield token, False, 0.0, -1
-        sample, trained = turn.sample, id(turn) in chosen
-        for token, log_prob, version in zip(
-            sample.token_ids, sample.log_probs, sample.weight_versions, strict=True
-        ):
-            yield (token, True, log_prob, version) if trained else (token, False, 0.0, -1)
+def _parts(turn: RecordedTurn, *, trained: bool) -> list[tuple[PackedInts, Sample | None]]:
+    """The tokens of a turn in two parts: what led to it, and itself, with its sample if it is trained."""
+    return [(turn.context, None), (turn.sample.token_ids, turn.sample if trained else None)]

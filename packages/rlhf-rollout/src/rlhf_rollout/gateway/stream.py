@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core import GenerationRequest, GenerationResult, Sample
+from rlhf_core import GenerationRequest, GenerationResult, PackedFloats, PackedInts, Sample
 
 from rlhf_rollout.gateway.answers import Answer, TextPieces
 from rlhf_rollout.gateway.sessions import RecordedSession, TurnPrompt
@@ -98,8 +98,8 @@ async def sample_in_slices(
 def joined(parts: Sequence[Sample]) -> Sample:
     """Consecutive parts of a sample as one."""
     return Sample(
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        log_probs=tuple(log_prob for part in parts for log_prob in part.log_probs),
-        weight_versions=tuple(version for part in parts for version in part.weight_versions),
+        token_ids=PackedInts.joined([part.token_ids for part in parts]),
+        log_probs=PackedFloats.joined([part.log_probs for part in parts]),
+        weight_versions=PackedInts.joined([part.weight_versions for part in parts]),
         finish_reason=parts[-1].finish_reason,
     )

@@ -76,9 +76,9 @@ def completion_sample(choice: Mapping[str, Any], request_id: str) -> Sample:
     if reason not in ("stop", "length", "abort"):
         raise EngineDiedError(f"request {request_id!r}: the server ended it with finish_reason={reason!r}")
     return Sample(
-        token_ids=tuple(tokens),
-        log_probs=tuple(values),
-        weight_versions=tuple(choice.get("weight_versions") or (0,) * len(tokens)),
+        token_ids=tokens,
+        log_probs=values,
+        weight_versions=choice.get("weight_versions") or (0,) * len(tokens),
         finish_reason=cast(FinishReason, reason),
     )
 

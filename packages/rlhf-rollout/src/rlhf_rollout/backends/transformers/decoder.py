@@ -50,9 +50,9 @@ class Draw:
     def sample(self) -> Sample:
         """The sample; its finish reason is `abort` if it was cut off."""
         return Sample(
-            token_ids=tuple(self.tokens),
-            log_probs=tuple(self.log_probs),
-            weight_versions=tuple(self.versions),
+            token_ids=self.tokens,
+            log_probs=self.log_probs,
+            weight_versions=self.versions,
             finish_reason=self.finish_reason or "abort",
         )
 

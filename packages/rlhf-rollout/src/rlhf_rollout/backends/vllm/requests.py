@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from rlhf_core import (
     BackendCapabilities,
     CapabilityError,
@@ -130,12 +131,14 @@ def _sample(completion: CompletionOutput) -> Sample:
     flat = cast(Any, completion.logprobs)
     if completion.finish_reason not in ("stop", "length", "abort"):
         raise EngineDiedError(f"vLLM ended a request with finish_reason={completion.finish_reason!r}")
+    spans = completion.weight_versions or ()
     return Sample(
-        token_ids=tuple(completion.token_ids),
+        token_ids=completion.token_ids,
         # The sampled token comes first at each position.
-        log_probs=tuple(flat.logprobs[start] for start in flat.start_indices) if flat is not None else (),
-        weight_versions=tuple(
-            int(span.version) for span in completion.weight_versions or () for _ in range(span.end - span.start)
+        log_probs=np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices, np.int64)] if flat else (),
+        weight_versions=np.repeat(
+            np.asarray([int(span.version) for span in spans], np.int32),
+            np.asarray([span.end - span.start for span in spans], np.int64),
         ),
         finish_reason=cast(FinishReason, completion.finish_reason),
     )

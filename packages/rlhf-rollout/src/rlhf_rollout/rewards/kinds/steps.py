@@ -141,7 +141,7 @@ class StepReward:
     def _score(self, values: list[float], steps: Sequence[str], trajectory: Trajectory, text: str) -> Score:
         if not values:
             return Score(value=0.0, components={"steps": 0.0})
-        rewards: tuple[float, ...] = ()
+        rewards: Sequence[float] = ()
         if self._config.per_step:
             shares = [value / len(values) for value in values]
             rewards = self._place(shares, steps, trajectory)
@@ -156,9 +156,9 @@ class StepReward:
             rewards=rewards,
         )
 
-    def _place(self, shares: Sequence[float], steps: Sequence[str], trajectory: Trajectory) -> tuple[float, ...]:
+    def _place(self, shares: Sequence[float], steps: Sequence[str], trajectory: Trajectory) -> list[float]:
         """Each share at the last sampled token of its step."""
-        response = list(trajectory.response_token_ids)
+        response = trajectory.response_token_ids.tolist()
         sampled = [i for i, counts in enumerate(trajectory.response_mask) if counts]
         rewards = [0.0] * len(trajectory.token_ids)
         end = 0
@@ -170,7 +170,7 @@ class StepReward:
             )
             position = trajectory.prompt_length + count - 1
             rewards[sampled[bisect.bisect_right(sampled, position) - 1]] += share
-        return tuple(rewards)
+        return rewards
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._policy_tokenizer.decode(list(token_ids), skip_special_tokens=True)
