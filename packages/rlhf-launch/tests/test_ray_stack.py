@@ -133,7 +133,9 @@ def test_a_kept_step_of_two_ranks_is_replayed_by_the_torch_engine(run):
 def test_a_sync_makes_the_generator_equal_to_the_trainer(run):
     assert mismatch(run, "in-sync") < 1e-4
     batch = collate(sample(run, run.prompts.take(6), label="more"))
-    batch = run.trainer.score(batch).with_columns(truncated=torch.zeros(batch.rows, dtype=torch.bool))
+    batch = run.trainer.score(batch, run.trainer.asked_before(0)).with_columns(
+        truncated=torch.zeros(batch.rows, dtype=torch.bool)
+    )
     recipe = run.trainer.recipe
     batch, _ = recipe.prepare(batch, torch.randn(batch.rows), torch.arange(batch.rows), kl_coef=0.0)
     run.trainer.policy.step(batch, recipe.policy_loss())

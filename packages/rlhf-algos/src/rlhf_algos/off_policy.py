@@ -126,7 +126,7 @@ def correct_off_policy(batch: Batch, corrections: Sequence[OffPolicyCorrection])
     off_policy_masked (share of tokens with weight 0) and effective_sample_size (of the weights, share in (0, 1]).
     """
     mask = batch.response_mask
-    log_ratio = mismatch_log_ratio(batch)
+    log_ratio = mismatch_log_ratio(batch["old_log_probs"], batch["rollout_log_probs"], mask)
     metrics = mismatch_metrics(log_ratio, mask)
     weights, kept = mask.to(log_ratio.dtype), mask
     for correction in corrections:
@@ -142,10 +142,12 @@ def correct_off_policy(batch: Batch, corrections: Sequence[OffPolicyCorrection])
     return batch, metrics
 
 
-def mismatch_log_ratio(batch: Batch) -> Float[Tensor, "rows length"]:
-    """old_log_probs - rollout_log_probs, zero where masked or where the sampler gave NaN."""
-    difference = batch["old_log_probs"] - batch["rollout_log_probs"]
-    return difference.masked_fill(~batch.response_mask | difference.isnan(), 0)
+def mismatch_log_ratio(
+    trainer: Float[Tensor, "rows length"], sampler: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]
+) -> Float[Tensor, "rows length"]:
+    """The trainer's log-probs minus the sampler's, zero where masked or where the sampler gave NaN."""
+    difference = trainer - sampler
+    return difference.masked_fill(~mask | difference.isnan(), 0)
 
 
 def _estimate(log_ratio: Tensor, statistic: Statistic) -> Tensor:

@@ -75,21 +75,12 @@ def test_whitening_over_tokens():
     assert float(values.std(correction=0)) == pytest.approx(1, abs=1e-5)
 
 
-def test_off_policy_correction_and_stand_in():
+def test_off_policy_correction():
     recipe = GRPO(off_policy=(OffPolicyCorrection(high=2.0),))
     rollout = torch.full((4, 3), -3.0)
     ready, metrics = recipe.prepare(batch(rollout_log_probs=rollout), SCORES, IDS, 0.0)
     torch.testing.assert_close(ready["importance_weights"], 2.0 * MASK)
     assert metrics["mismatch_kl"].value == pytest.approx(-2.0)
-    rows = batch()
-    only_rollout = Batch(
-        token_ids=rows.token_ids,
-        attention_mask=rows.attention_mask,
-        response_mask=MASK,
-        columns={"rollout_log_probs": rollout},
-    )
-    ready, _ = GRPO().prepare(only_rollout, SCORES, IDS, 0.0)
-    assert ready["old_log_probs"] is rollout
 
 
 def test_truncated_rows_leave_the_loss_but_not_the_group():
@@ -202,7 +193,9 @@ def test_rewards_of_turns_keep_their_places():
 def test_rewards_of_turns_with_discount_and_kl():
     """REINFORCE with rewards to go: 2 and 1 to go, a KL of 0.5 at each token, both discounted by 0.5."""
     recipe = GRPO(advantage="reinforce", gamma=0.5, kl_coef=1.0, kl_in="reward", kl_estimator="k1")
-    rows = turns([[0.0, 1.0, 0.0, 1.0]] * 2).with_columns(ref_log_probs=torch.full((2, 4), -0.5))
+    rows = turns([[0.0, 1.0, 0.0, 1.0]] * 2).with_columns(
+        ref_log_probs=torch.full((2, 4), -0.5), old_log_probs=torch.zeros(2, 4)
+    )
     ready, _ = recipe.prepare(rows, torch.tensor([2.0, 2.0]), torch.tensor([0, 0]), 1.0)
     assert ready["advantages"][0].tolist() == [0, 1 - 0.5 + 0.5 * (1 - 0.5), 0, 1 - 0.5]
 

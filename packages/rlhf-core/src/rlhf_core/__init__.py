@@ -60,7 +60,17 @@ from rlhf_core.errors import (
 )
 from rlhf_core.interfaces.engine_config import DType, EngineConfig, OptimizerConfig, Role, Schedule
 from rlhf_core.interfaces.environments import Closable, Environment, Observation, ToolCall, Turn
-from rlhf_core.interfaces.loss import Loss, LossFunction, LossTerms, Mean, ModelOutputs, mean_of, merge_metrics
+from rlhf_core.interfaces.loss import (
+    Largest,
+    Loss,
+    LossFunction,
+    LossTerms,
+    Mean,
+    Metric,
+    ModelOutputs,
+    mean_of,
+    merge_metrics,
+)
 from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.interfaces.rollout import (
     PARTIAL_SYNCS,
@@ -193,6 +203,7 @@ __all__ = [
     "Heads",
     "IntsLike",
     "KeepsAverage",
+    "Largest",
     "Layout",
     "LinearHead",
     "Link",
@@ -204,6 +215,7 @@ __all__ = [
     "LossTerms",
     "Mean",
     "MemoryReport",
+    "Metric",
     "ModelOutputs",
     "ModuleWeights",
     "NeedsEnvVars",

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from rlhf_core import Loss, Mean, ModelOutputs, mean_of, merge_metrics
+from rlhf_core import Largest, Loss, Mean, ModelOutputs, mean_of, merge_metrics
 from rlhf_core.interfaces.loss import zero_outputs
 from rlhf_core.testing.engine_ground import rows, supervised_loss
 
@@ -36,6 +36,13 @@ def test_means_add_up_whatever_the_parts():
     assert merged["x"] == whole == Mean(total=9.0, weight=4.0)
     assert merged["y"].value == 2.5
     assert Mean(total=0.0, weight=0.0).value == 0.0
+
+
+def test_the_largest_number_of_the_parts_is_that_of_the_whole():
+    merged = merge_metrics([{"x": Largest(value=1.0)}, {"x": Largest(value=3.0)}, {"x": Largest(value=2.0)}])
+    assert merged == {"x": Largest(value=3.0)}
+    with pytest.raises(TypeError, match="one kind"):
+        merge_metrics([{"x": Largest(value=1.0)}, {"x": Mean(total=1.0, weight=1.0)}])
 
 
 def test_masked_metrics_ignore_nan_off_the_mask():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf_algos import GRPO, PPO, make_recipe
-from rlhf_core import ModelOutputs, Score, StepReport, Trajectory
+from rlhf_core import ModelOutputs, SamplingConfig, Score, StepReport, Trajectory
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.workers.begun import Begun
@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, name, ranks=1, others=()):
         self.name, self.ranks = name, ranks
-        self.scored, self.steps = [], []
+        self.scored, self.steps, self.metrics = [], [], {}
         self.busy, self.others = False, others
         self.seen = []
         """Which of the others were at work when this one was asked for something."""
@@ -32,7 +32,7 @@ class Engine:
 
     def begin_step(self, batch, loss):
         self.steps.append((batch, loss))
-        return self.begun(StepReport(loss=1.0, grad_norm=2.0, learning_rate=3.0))
+        return self.begun(StepReport(loss=1.0, grad_norm=2.0, learning_rate=3.0, metrics=self.metrics))
 
     def begun(self, result):
         self.seen.append({other.name for other in self.others if other.busy})
@@ -174,3 +174,59 @@ def test_pairs_take_turns_side_by_side():
     run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert run.reference.seen == [set()]  # after policy and critic
     assert run.critic.seen[0] == {"policy"}
+
+
+def test_a_single_update_needs_no_scoring_pass():
+    run = trainer(GRPO())
+    batch, metrics = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert not run.policy.scored
+    assert "old_log_probs" not in batch
+    assert metrics["scoring_pass"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plan"),
+    [
+        (GRPO(), {"minibatches": 2}),
+        (GRPO(), {"epochs": 2}),
+        (GRPO(), {"score_always": True}),
+        (make_recipe("rloo"), {}),
+        (PPO(kl_coef=0.1), {}),
+        (make_recipe("kl_cov"), {}),
+        (make_recipe("optimal_token"), {}),
+    ],
+)
+def test_what_needs_the_log_probs_before_gets_them(recipe, plan):
+    run = trainer(recipe, **plan)
+    batch, metrics = run.step([group("a", 0.0, 1.0), group("b", 1.0, 0.0)], 0, PhaseClock())
+    assert len(run.policy.scored) == 1
+    assert "old_log_probs" in batch
+    assert metrics["scoring_pass"] == 1.0
+
+
+def test_the_policy_is_scored_while_the_critic_warms_up():
+    run = trainer(PPO(), critic_warmup_steps=1)
+    assert "policy" in run.asked_before(0)  # nothing else says how far sampler and trainer are apart
+    assert run.asked_before(1) == {"critic": ("values",)}
+
+
+def test_an_adaptive_controller_hears_what_the_update_measured():
+    run = trainer(GRPO(kl_coef=0.1, kl_target=0.05))
+    run.policy.metrics = {"reference_kl": 0.5}
+    run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert run.kl.value > 0.1
+    quiet = trainer(GRPO(kl_coef=0.1, kl_target=0.05))
+    quiet.policy.metrics = {"reference_kl": 0.0}
+    quiet.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert quiet.kl.value < 0.1
+
+
+def test_log_probs_of_another_distribution_are_not_compared():
+    for top_p, known in ((1.0, True), (0.9, False)):
+        meaning = SamplingConfig(max_tokens=4, top_p=top_p).meaning
+        run = trainer(GRPO())
+        run.policy.metrics = {"mismatch/log_prob_max": 0.25}
+        made = group("a", 0.0, 1.0)
+        made = replace(made, trajectories=tuple(replace(t, meaning=meaning) for t in made.trajectories))
+        _, metrics = run.step([made], 0, PhaseClock())
+        assert ("mismatch/log_prob_max" in metrics) == known

@@ -158,10 +158,11 @@ def token_kl(
     Columns: `old_log_probs`, `ref_log_probs` [rows, length]. The clamps are those of `kl_estimate`.
 
     Raises:
-        ConfigError: the batch was not scored with the reference.
+        ConfigError: the batch was not scored with the policy and the reference.
     """
-    if "ref_log_probs" not in batch:
-        raise ConfigError("a KL penalty needs the column 'ref_log_probs'; score the batch with the reference")
+    for name, role in (("ref_log_probs", "reference"), ("old_log_probs", "policy")):
+        if name not in batch:
+            raise ConfigError(f"a KL penalty needs the column {name!r}; score the batch with the {role}")
     mask = batch.response_mask
     return kl_estimate(
         batch["old_log_probs"].masked_fill(~mask, 0),

@@ -19,6 +19,7 @@ import torch
 from rlhf_core import (
     ConfigError,
     Mean,
+    Metric,
     Ranks,
     RunStopped,
     StepReport,
@@ -341,7 +342,7 @@ def evaluate(engine: TrainEngine, data: OfflineData, config: OfflineConfig, rank
     KL(reference || policy) on the answers of the data.
     """
     loss = config.method.loss(config.loss)
-    parts: list[Mapping[str, Mean]] = []
+    parts: list[Mapping[str, Metric]] = []
     size = config.evaluation.batch_size
     for start in range(0, len(data.eval), size):
         batch = global_batch(data.eval[start : start + size], data, config, engine, ranks)

@@ -81,6 +81,12 @@ class GRPO(PolicyRecipe):
         needed = (*PolicyRecipe.old_outputs.fget(self), *self.estimator().says("old_outputs"))  # type: ignore
         return tuple(dict.fromkeys(needed))
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """As the estimator says, too; of one of the user's own nothing is known, nor of another `prepare`."""
+        own = ":" in self.advantage or type(self).prepare is not GRPO.prepare
+        return own or bool(self.estimator().says("old_outputs")) or PolicyRecipe.needs_old_log_probs.fget(self)  # type: ignore
+
     def value_loss(self) -> Loss | None:
         """No critic, no loss."""
         return None
@@ -94,8 +100,8 @@ class GRPO(PolicyRecipe):
     ) -> tuple[Batch, Metrics]:
         """Add `advantages` [rows, length] (and `importance_weights`); see Recipe.
 
-        Columns read: `old_log_probs` (without it `rollout_log_probs` stands in), `ref_log_probs` if there is a
-        reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell at
+        Columns read: `old_log_probs` (see `needs_old_log_probs`), `ref_log_probs` if there is a reference,
+        `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell at
         certain tokens (see `step_advantages`), and what the estimator asks for.
         """
         batch = with_old_log_probs(batch, self.old_log_probs)

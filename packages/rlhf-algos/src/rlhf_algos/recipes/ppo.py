@@ -83,6 +83,11 @@ class PPO(PolicyRecipe):
         """Always."""
         return True
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """As `PolicyRecipe` says; of another `prepare` nothing is known."""
+        return type(self).prepare is not PPO.prepare or PolicyRecipe.needs_old_log_probs.fget(self)  # type: ignore
+
     def value_loss(self) -> Loss | None:
         """See Recipe."""
         config = config_from(ValueClipConfig, self.value_loss_options, what="value_loss_options")
@@ -97,8 +102,8 @@ class PPO(PolicyRecipe):
     ) -> tuple[Batch, Metrics]:
         """Add `advantages`, `returns` and `old_values` [rows, length] (and `importance_weights`); see Recipe.
 
-        Columns read: `values`, `old_log_probs` (without it `rollout_log_probs` stands in), `ref_log_probs` if there
-        is a reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell
+        Columns read: `values`, `old_log_probs` (see `needs_old_log_probs`), `ref_log_probs` if there is a
+        reference, `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell
         at certain tokens.
         """
         batch = with_old_log_probs(batch, self.old_log_probs)

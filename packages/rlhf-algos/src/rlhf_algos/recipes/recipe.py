@@ -70,6 +70,12 @@ class Recipe(Protocol):
         in."""
         ...
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """True if `prepare` reads `old_log_probs`. False if the first update of the samples may take its own
+        log-probs for them: its ratios are then 1, and a run with one update per batch needs no pass to score it."""
+        ...
+
     def kl_controller(self) -> KLController:
         """A new controller of the KL coefficient."""
         ...
@@ -184,6 +190,14 @@ class PolicyRecipe:
         own = () if self.old_log_probs == "sampler" else ("log_probs",)
         return (*own, *getattr(self.policy_loss().config, "old_outputs", ()))
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """True if a KL penalty goes into scores or rewards, if samples are weighed against the sampler, or if the
+        loss chooses tokens by their log-probs. Of a loss of the user's own nothing is known, so True."""
+        penalty = self.needs_reference and self.kl_in != "loss"
+        chooses = ":" in self.loss or self.policy_loss().config.needs_old_log_probs
+        return penalty or bool(self.off_policy) or chooses
+
     def kl_controller(self) -> KLController:
         """Adaptive if `kl_target` is set."""
         if self.kl_target is None:
@@ -193,7 +207,9 @@ class PolicyRecipe:
     def policy_loss(self, kl_coef: float | None = None) -> Loss:
         """See Recipe."""
         coef = self.kl_coef if kl_coef is None else kl_coef
-        kl = {"kl_coef": coef, **self._kl_options()} if self.kl_in == "loss" and coef else {}
+        own = ":" in self.loss
+        in_loss = self.kl_in == "loss" and (bool(coef) or (self.track_kl and not own))
+        kl = {"kl_coef": coef, **self._kl_options()} if in_loss else {}
         return make_policy_loss(self.loss, {**self.loss_options, **kl}, report_entropy=self.report_entropy)
 
     def penalty(self, batch: Batch) -> Float[Tensor, "rows length"]:
@@ -233,12 +249,14 @@ class PolicyRecipe:
 
 
 def with_old_log_probs(batch: Batch, source: OldLogProbs = "trainer") -> Batch:
-    """Let the sampler's log-probs stand in for the old policy's, if these were not computed again or by choice.
+    """Let the sampler's log-probs stand in for the old policy's, by choice alone.
+
+    With the source `trainer` the batch stays as it is: without `old_log_probs` those of the update count.
 
     Raises:
         ConfigError: the sampler did not say the log-prob of a sampled token.
     """
-    if source == "trainer" and "old_log_probs" in batch:
+    if source == "trainer":
         return batch
     sampler = batch["rollout_log_probs"]
     if sampler[batch.response_mask].isnan().any():
@@ -255,8 +273,11 @@ def prompt_tokens(group_ids: Int[Tensor, " rows"], batch: Batch) -> Float[Tensor
 
 
 def reference_kl(batch: Batch, kind: KLEstimator) -> Metrics:
-    """Metric `reference_kl`: mean KL per token against the reference before the step, if there is a reference."""
-    if "ref_log_probs" not in batch:
+    """Metric `reference_kl`: mean KL per token against the reference before the step, if there is a reference.
+
+    Without `old_log_probs` the update measures it.
+    """
+    if "ref_log_probs" not in batch or "old_log_probs" not in batch:
         return {}
     return {
         "reference_kl": mean_of(
@@ -272,12 +293,14 @@ def _finish(batch: Batch, corrections: tuple[OffPolicyCorrection, ...], metrics:
         "advantage_abs": mean_of(batch["advantages"].abs(), mask),
         "response_length": mean_of(mask.sum(dim=1)),
     }
-    if "rollout_log_probs" in batch:
+    missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch]
+    if not missing:
         batch, more = correct_off_policy(batch, corrections)
         metrics |= more
     elif corrections:
         raise ConfigError(
-            "off-policy correction needs the column 'rollout_log_probs'; keep the sampler's log-probs"
+            f"off-policy correction weighs the trainer's log-probs against the sampler's and needs the column(s) "
+            f"{', '.join(missing)}; score the batch with the policy, and keep the sampler's log-probs"
         )
     if not torch.isfinite(batch["advantages"]).all():
         raise ValueError("advantages are not finite; check the scores and the critic's values for NaN or infinity")

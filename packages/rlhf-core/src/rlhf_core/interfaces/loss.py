@@ -74,6 +74,17 @@ class Mean:
         return self.total / self.weight if self.weight else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Largest:
+    """A metric that is the largest of the parts of a batch."""
+
+    value: float
+
+
+Metric = Mean | Largest
+"""A number of which the parts of a batch make the batch's."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossTerms:
     """A loss as a sum and its weight. The optimised quantity is sum(total) / sum(weight) over the global batch.
@@ -84,7 +95,7 @@ class LossTerms:
 
     total: Float[Tensor, ""]
     weight: Float[Tensor, ""]
-    metrics: Mapping[str, Mean] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 LossFunction = Callable[[ModelOutputs, Batch, Any], LossTerms]
@@ -132,11 +143,22 @@ def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     return Mean(total=float(values.masked_fill(~mask, 0).sum()), weight=float(mask.sum()))
 
 
-def merge_metrics(parts: Iterable[Mapping[str, Mean]]) -> dict[str, Mean]:
-    """Add up the metrics of micro-batches or ranks."""
-    merged: dict[str, Mean] = {}
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Put the metrics of micro-batches or ranks together: means add up, of the largest the largest is taken.
+
+    Raises:
+        TypeError: one part has a mean where another has a largest number.
+    """
+    merged: dict[str, Metric] = {}
     for part in parts:
-        for name, mean in part.items():
-            old = merged.get(name, Mean(total=0.0, weight=0.0))
-            merged[name] = Mean(total=old.total + mean.total, weight=old.weight + mean.weight)
+        for name, metric in part.items():
+            merged[name] = _merged(merged[name], metric) if name in merged else metric
     return merged
+
+
+def _merged(one: Metric, other: Metric) -> Metric:
+    if isinstance(one, Mean) and isinstance(other, Mean):
+        return Mean(total=one.total + other.total, weight=one.weight + other.weight)
+    if isinstance(one, Largest) and isinstance(other, Largest):
+        return Largest(value=max(one.value, other.value))
+    raise TypeError(f"parts of one metric must be of one kind, got {one} and {other}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.data.batch import Batch
-from rlhf_core.interfaces.loss import Loss, Mean, ModelOutputs, merge_metrics, zero_outputs
+from rlhf_core.interfaces.loss import Loss, Metric, ModelOutputs, merge_metrics, zero_outputs
 from rlhf_core.model.expert_routing import NO_CHOICE
 from rlhf_core.progress import note_progress
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch
@@ -63,7 +63,7 @@ class Accumulated:
 
     loss: float
     weight: float
-    metrics: Mapping[str, Mean]
+    metrics: Mapping[str, Metric]
     bad_sample_ids: tuple[str, ...] = field(default=())
     """Rows of the micro-batches with a non-finite loss; gradients must then be thrown away."""
 

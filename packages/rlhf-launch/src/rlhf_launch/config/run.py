@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rlhf_algos import (
     LORA_RATE_FACTOR,
@@ -85,6 +85,12 @@ class AlgorithmSection:
         return self.recipe.min_samples_per_prompt
 
 
+ScoreBeforeUpdate = Literal["auto", "always"]
+"""Whether the policy runs over its samples before it is trained on them, for the log-probs that ratios start
+from. `auto`: not where these are those of the update itself: one optimizer step per batch of samples, in an
+algorithm that needs them no earlier, without routing replay and dropout in adapters. `always`: in every step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineTrainSection(TrainSection):
     """How policy and critic are trained on the samples of each step."""
@@ -99,6 +105,8 @@ class OnlineTrainSection(TrainSection):
     critic_optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     critic_warmup_steps: int = 0
     """Steps at the start in which only the critic is trained."""
+    score_before_update: ScoreBeforeUpdate = "auto"
+    """See `ScoreBeforeUpdate`."""
     routing_replay: bool = False
     """Mixture-of-experts policies: the update runs tokens through the experts that scoring them chose."""
 
@@ -332,6 +340,16 @@ class OnlineConfig:
         if overlap is None or not overlap.off_policy_correction or corrected:
             return recipe
         return replace(recipe, off_policy=(OffPolicyCorrection(),))  # type: ignore[type-var]
+
+    @property
+    def scores_always(self) -> bool:
+        """Whether the policy scores its samples before every update, also where the update's own would do.
+
+        Experts are chosen by the scoring pass, and dropout makes the update's log-probs other than the policy's.
+        """
+        lora, train = self.model.lora, self.train
+        dropout = lora is not None and lora.dropout > 0
+        return train.score_before_update == "always" or train.routing_replay or dropout
 
     @property
     def adapter_rank(self) -> int:

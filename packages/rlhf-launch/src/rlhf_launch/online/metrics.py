@@ -50,7 +50,7 @@ def sample_metrics(groups: Sequence[ScoredGroup], batch: Batch) -> dict[str, flo
     """Reward, its components, lengths and truncation of one step's samples.
 
     `mismatch/log_prob_max` is the largest difference between the sampler's and the trainer's log-prob of one
-    token. It is computed only where both mean the same distribution.
+    token. It is computed only where both mean the same distribution (see `comparable`).
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
@@ -68,10 +68,15 @@ def sample_metrics(groups: Sequence[ScoredGroup], batch: Batch) -> dict[str, flo
     for name in sorted({name for score in scores for name in score.components}):
         parts = [score.components[name] for score in scores if name in score.components]
         metrics[f"reward/{name}"] = sum(parts) / len(parts)
-    if "old_log_probs" in batch and not any(t.meaning.restricted for t in trajectories):
+    if "old_log_probs" in batch and comparable(groups):
         gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~batch.response_mask, 0)
         metrics["mismatch/log_prob_max"] = float(gap.max())
     return metrics
+
+
+def comparable(groups: Sequence[ScoredGroup]) -> bool:
+    """Whether the sampler's log-probs are of the trained distribution: no top-p, top-k and the like."""
+    return not any(trajectory.meaning.restricted for group in groups for trajectory in group.trajectories)
 
 
 def step_metrics(reports: Mapping[str, Sequence[StepReport]]) -> dict[str, float]:

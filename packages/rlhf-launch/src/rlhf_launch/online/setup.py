@@ -77,6 +77,8 @@ def open_run(
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
         trainer = open_trainer(config, workers)
+        if "policy" not in trainer.asked_before(config.train.critic_warmup_steps):
+            reporter.say("  no scoring pass of the policy: each update takes its own log-probs, or the sampler's")
         state = RunState(
             store,
             trainer.trained,
@@ -169,6 +171,7 @@ def plan_of(config: OnlineConfig) -> UpdatePlan:
         epochs=train.epochs_per_step,
         critic_warmup_steps=train.critic_warmup_steps,
         seed=config.seed,
+        score_always=config.scores_always,
     )
 
 

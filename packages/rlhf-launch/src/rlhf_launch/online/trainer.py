@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 from rlhf_algos import KLController, Recipe
-from rlhf_core import Batch, Mean, ModelOutputs, StepReport, order_in_groups
+from rlhf_core import Batch, ModelOutputs, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
-from rlhf_launch.online.metrics import PhaseClock, sample_metrics, step_metrics
+from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import collate_groups, staleness
 from rlhf_launch.workers.begun import Begun, in_turns, results_of
 from rlhf_launch.workers.train_group import TrainGroup
@@ -33,6 +33,9 @@ class UpdatePlan:
     """Steps at the start of the run in which only the critic is trained."""
     seed: int = 0
     """Seed of the order of the samples."""
+    score_always: bool = False
+    """Ask the policy for the log-probs of its samples before every update, also where the update can take its own
+    (see `Trainer.asked_before`)."""
 
     def order(self, groups: Sequence[int], step: int, *, ranks: int) -> Order:
         """The rows of each optimizer step of all passes, for the samples of the step after `step` steps.
@@ -82,49 +85,66 @@ class Trainer:
             trace: gets what is known as soon as it is known; if it has an order of the rows, that is followed.
         """
         trace = trace or StepTrace(step=step + 1, groups=groups)
-        with clock("score"):
-            batch = trace.batch = self.score(collate_groups(groups))
+        batch = trace.batch = collate_groups(groups)
+        if asked := self.asked_before(step):
+            with clock("score"):
+                batch = trace.batch = self.score(batch, asked)
         kl_coef = trace.kl_coef = self.kl.value
         batch, prepared = self.recipe.prepare(batch, batch["scores"], batch["group_ids"], kl_coef=kl_coef)
         trace.batch = batch
         with clock("train"):
-            reports = self.update(batch, step, trace)
-        self.kl.update(_kl_of(prepared), batch.rows)
+            measured = step_metrics(self.update(batch, step, trace))
+        if not comparable(groups):
+            measured.pop("mismatch/log_prob_max", None)
+        before = {name: mean.value for name, mean in prepared.items()}
+        self.kl.update(_kl_of(before, measured), batch.rows)
         metrics = (
             sample_metrics(groups, batch)
             | staleness(groups, step)
-            | {name: mean.value for name, mean in prepared.items()}
-            | step_metrics(reports)
+            | before
+            | measured
             | self.memory()
-            | {"kl_coef": kl_coef}
+            | {"kl_coef": kl_coef, "scoring_pass": float("policy" in asked)}
         )
         trace.metrics = metrics
         return batch, metrics
 
-    def score(self, batch: Batch) -> Batch:
-        """Add what the algorithm needs of the policy before the update (`old_log_probs`, ...), of the reference
-        (`ref_log_probs`) and of the critic (`values`); roles with devices of their own work at the same time."""
-        asked: dict[str, tuple[TrainGroup, tuple[str, ...]]] = {}
-        if fields := self.recipe.old_outputs:
-            asked["policy"] = self.policy, fields
+    def asked_before(self, step: int) -> dict[str, tuple[str, ...]]:
+        """What each role is asked about the samples before they are trained on, after `step` steps: the policy for
+        `old_<field>`, the reference for `ref_log_probs`, the critic for `values`.
+
+        Where the samples are trained on once, all together, the update's own log-probs are the old ones, and the
+        policy is asked for nothing, unless the algorithm must know them before.
+        """
+        asked: dict[str, tuple[str, ...]] = {}
+        outputs, plan = self.recipe.old_outputs, self.plan
+        one_update = plan.minibatches * plan.epochs == 1 and step >= plan.critic_warmup_steps
+        spared = one_update and outputs == ("log_probs",) and not self.recipe.needs_old_log_probs
+        if outputs and (plan.score_always or not spared):
+            asked["policy"] = outputs
         if self.reference is not None:
-            asked["reference"] = self.reference, ("log_probs",)
+            asked["reference"] = ("log_probs",)
         if self.critic is not None:
-            asked["critic"] = self.critic, ("values",)
+            asked["critic"] = ("values",)
+        return asked
+
+    def score(self, batch: Batch, asked: Mapping[str, tuple[str, ...]]) -> Batch:
+        """Add what the roles are asked for (see `asked_before`); those with devices of their own work at the same
+        time."""
+        groups = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
 
         def begin(role: str) -> Begun[ModelOutputs]:
-            group, outputs = asked[role]
-            return group.begin_score(batch, outputs)
+            group = groups[role]
+            if group is None:
+                raise RuntimeError(f"the run has no {role} to ask for {', '.join(asked[role])}")
+            return group.begin_score(batch, asked[role])
 
-        found = self._together(list(asked), begin)
-        if (old := found.get("policy")) is not None:
-            batch = batch.with_columns(**{f"old_{name}": _present(getattr(old, name)) for name in fields})
-            if old.routed_experts is not None:  # routing replay: the update takes the same experts
-                batch = batch.with_columns(routed_experts=old.routed_experts)
-        if (reference := found.get("reference")) is not None:
-            batch = batch.with_columns(ref_log_probs=_present(reference.log_probs))
-        if (critic := found.get("critic")) is not None:
-            batch = batch.with_columns(values=_present(critic.values))
+        for role, found in self._together(list(asked), begin).items():
+            prefix = {"policy": "old_", "reference": "ref_", "critic": ""}[role]
+            columns = {f"{prefix}{name}": _present(getattr(found, name)) for name in asked[role]}
+            batch = batch.with_columns(**columns)
+            if found.routed_experts is not None:  # routing replay: the update takes the same experts
+                batch = batch.with_columns(routed_experts=found.routed_experts)
         return batch
 
     def update(self, batch: Batch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
@@ -175,10 +195,11 @@ class Trainer:
         }
 
 
-def _kl_of(metrics: Mapping[str, Mean]) -> float:
-    """KL to the reference per token, before the update; NaN (which controllers ignore) without a reference."""
-    found = [metrics[name].value for name in ("kl", "reference_kl") if name in metrics]
-    return found[0] if found else math.nan
+def _kl_of(before: Mapping[str, float], measured: Mapping[str, float]) -> float:
+    """KL to the reference per token with the weights before the update, which the update has measured where the
+    policy was not scored before it; NaN (which controllers ignore) without a reference."""
+    reference = before.get("reference_kl", measured.get("reference_kl", math.nan))
+    return before.get("kl", reference)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

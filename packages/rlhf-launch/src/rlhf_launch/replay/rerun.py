@@ -195,12 +195,14 @@ class _Rerun:
 
     def _beside_the_sampler(self, trainer: Trainer, batch: Batch) -> list[Parting]:
         """Where no engine computed the log-probs then, those of now beside the sampler's."""
-        if "log_probs" in self.then.recipe.old_outputs:
+        batch_then = self.bundle.batch()
+        scored = batch_then is None or "old_log_probs" in batch_then
+        if scored and "log_probs" in self.then.recipe.old_outputs:
             return []
         now = trainer.policy.score(batch, ("log_probs",)).log_probs
         if now is None:
             return []
-        self.notes.append("log_probs: the step took the sampler's, which the policy's of now are compared with")
+        self.notes.append("log_probs: none were kept, so the policy's of now are compared with the sampler's")
         then = batch["rollout_log_probs"]
         return [part_tensors("model outputs", "log_probs", then, now, batch.response_mask, batch, self.tolerance)]
 

@@ -48,6 +48,11 @@ class KLCovConfig(PolicyTermsConfig):
         PolicyTermsConfig.__post_init__(self)
         _check_fraction(self.fraction)
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Always: `add_columns` reads them."""
+        return True
+
     def add_columns(self, batch: Batch) -> Batch:
         """Add `cov_selected` [rows, length] bool; `batch` must be the whole global batch."""
         batch = PolicyTermsConfig.add_columns(self, batch)
@@ -89,6 +94,11 @@ class ClipCovConfig(PPOClipConfig):
                 f"clip_cov: needs covariance_low < covariance_high, got {self.covariance_low} and "
                 f"{self.covariance_high}"
             )
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Always: `add_columns` reads them."""
+        return True
 
     def add_columns(self, batch: Batch) -> Batch:
         """Add `cov_selected` [rows, length] bool; `batch` must be the whole global batch."""

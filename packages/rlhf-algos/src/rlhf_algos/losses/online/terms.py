@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
-from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, masked_mean, masked_sum, mean_of
+from rlhf_core import (
+    Batch,
+    ConfigError,
+    Largest,
+    LossTerms,
+    Mean,
+    Metric,
+    ModelOutputs,
+    masked_mean,
+    masked_sum,
+    mean_of,
+)
 from torch import Tensor
 
 from rlhf_algos.kl import KLEstimator, KLGradient, kl_estimate
 from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation
+from rlhf_algos.off_policy import mismatch_log_ratio, mismatch_metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +88,12 @@ class PolicyTermsConfig:
         return ("entropy",) if self.top_entropy < 1 else ()
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether `add_columns` reads `old_log_probs`. The losses themselves do without where they are those of the
+        update."""
+        return False
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """The fields of ModelOutputs that the loss needs."""
         extra = (("entropy",) if self.entropy_coef else ()) + (("aux_loss",) if self.aux_loss_coef else ())
@@ -114,11 +133,14 @@ def finish_policy_loss(
     outputs: ModelOutputs,
     batch: Batch,
     config: PolicyTermsConfig,
-    metrics: dict[str, Mean],
+    metrics: Mapping[str, Metric],
     *,
     penalty: Float[Tensor, "rows length"] | None = None,
 ) -> LossTerms:
     """Weights of the policy term, then KL and entropy terms, then the sum; metrics are completed.
+
+    Of a batch without `old_log_probs` the metrics include what is otherwise measured before the step: those of
+    `mismatch_metrics` and `reference_kl`, from the log-probs of the step itself.
 
     Columns read if present: `importance_weights` [rows, length] (see `OffPolicyCorrection`), multiplied onto the
     policy term only; `ref_log_probs` [rows, length] if `kl_coef` is not 0; `prompt_tokens` [rows] for the
@@ -149,7 +171,7 @@ def finish_policy_loss(
         )
 
     total, weight = summed(per_token)
-    metrics = {
+    metrics = _measured_before(outputs, batch, config) | {
         "policy_loss": Mean(total=float(total.detach()), weight=float(weight)),
         "ratio": mean_of(log_ratio.exp(), mask),
         "approx_kl": mean_of(-log_ratio, mask),
@@ -174,9 +196,25 @@ def finish_policy_loss(
     return add_aux_loss(LossTerms(total=total, weight=weight, metrics=metrics), outputs, config.aux_loss_coef)
 
 
+def _measured_before(outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig) -> dict[str, Metric]:
+    """What a recipe measures by `old_log_probs`, of a batch whose old log-probs are those of the step itself."""
+    found: dict[str, Metric] = {}
+    if "old_log_probs" in batch:
+        return found
+    mask = policy_mask(batch)
+    log_probs = outputs.log_probs.detach().masked_fill(~mask, 0)  # type: ignore[union-attr]
+    if "rollout_log_probs" in batch:
+        log_ratio = mismatch_log_ratio(log_probs, batch["rollout_log_probs"], mask)
+        found |= mismatch_metrics(log_ratio, mask)
+        found["mismatch/log_prob_max"] = Largest(value=float(log_ratio.abs().max()) if log_ratio.numel() else 0.0)
+    if "ref_log_probs" in batch:
+        found["reference_kl"] = mean_of(kl_estimate(log_probs, batch["ref_log_probs"], config.kl_estimator), mask)
+    return found
+
+
 def _weighted(
-    per_token: Tensor, outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, metrics: dict[str, Mean]
-) -> tuple[Tensor, dict[str, Mean]]:
+    per_token: Tensor, outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, metrics: Mapping[str, Metric]
+) -> tuple[Tensor, Mapping[str, Metric]]:
     """The policy term with the weights and masks that are its alone."""
     mask = policy_mask(batch)
     if "importance_weights" in batch:
@@ -233,14 +271,14 @@ def _kl_term(outputs: ModelOutputs, batch: Batch, config: PolicyTermsConfig, log
     return kl * log_ratio.exp() if config.kl_ratio_weighted else kl
 
 
-def _ptx_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Mean]) -> Tensor:
+def _ptx_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Metric]) -> Tensor:
     coef = batch["ptx_coef"].unsqueeze(1)
     mask = batch.response_mask & (coef != 0)
     metrics["ptx_loss"] = mean_of(-outputs.log_probs, mask)  # type: ignore[operator]
     return masked_sum(-outputs.log_probs * coef, mask)  # type: ignore[operator]
 
 
-def _likelihood_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Mean]) -> Tensor:
+def _likelihood_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Metric]) -> Tensor:
     weight = batch["likelihood_weight"].unsqueeze(1)
     mask = policy_mask(batch) & (weight != 0)
     metrics["likelihood_loss"] = mean_of(-outputs.log_probs, mask)  # type: ignore[operator]
