@@ -75,7 +75,9 @@ def test_rows_that_run_together_stay_on_one_rank_and_apart_from_copies(ranks):
 
 def test_recorded_experts_go_into_the_update(echoes):
     batch = ragged_batch()
-    experts = Trainer(policy=echoes, recipe=GRPO(), kl=None).score(batch)["routed_experts"]
+    experts = Trainer(policy=echoes, recipe=GRPO(), kl=None).score(batch, {"policy": ("log_probs",)})[
+        "routed_experts"
+    ]
     assert torch.equal(experts[..., 0].long(), batch.token_ids)
     assert torch.equal(experts[..., 1].long(), -batch.token_ids)
 
