@@ -158,6 +158,7 @@ from rlhf_core.weight_sync.transports.transport import (
     join_link,
     open_sender,
     release_sender,
+    shared_link,
 )
 from rlhf_core.weight_sync.weight_copy import WeightCopy
 
@@ -345,6 +346,7 @@ __all__ = [
     "score_in_micro_batches",
     "send_weights",
     "settle_quantized",
+    "shared_link",
     "shared_memory_id",
     "tokens_for_experts",
     "top_k_log_probs",

@@ -18,6 +18,7 @@ from rlhf_core import (
 )
 from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_launch.config.weight_sync import WeightSyncSection
+from rlhf_launch.weight_sync import sync as sync_module
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.handles import LocalHandle
 from rlhf_launch.workers.rollout_engine import RolloutWorker
@@ -121,6 +122,69 @@ def start():
     yield start
     for stack in stacks:
         stack.close()
+
+
+class OnDevices:
+    """Two ranks and three engines, each on a device; `shm` stands for the link between two ends on one GPU."""
+
+    def __init__(self, start, monkeypatch, ranks, engines):
+        self.opened = []
+        monkeypatch.setattr(sync_module, "ON_ONE_DEVICE", frozenset({"shm"}))
+        stack = start(transports=("local",))
+        second = TrainWorker(f"{__name__}:Engine", EngineConfig(model="m", role="policy"), {})
+        second.start(0, 1, ("", 0))
+        trainers = [stack.trainer, second]
+        for trainer, device in zip(trainers, ranks, strict=True):
+            trainer.device_names = lambda device=device: [device] if device else []
+            trainer.open_link = self.noting(device, trainer.open_link)
+        for worker, device in zip(stack.workers, engines, strict=True):
+
+            async def names(device=device):
+                return [device]
+
+            worker.device_names = names
+        self.stack = stack
+        self.policy = TrainGroup(
+            "policy", [LocalHandle("policy", lambda t=trainer: t) for trainer in trainers], waits=Waits(PATIENCE_S)
+        )
+
+    def noting(self, device, open_link):
+        def opening(kind, receivers, timeout_s):
+            self.opened.append((device, kind, receivers))
+            return open_link(kind, receivers, timeout_s)
+
+        return opening
+
+    def sync(self, *kinds):
+        options = WeightSyncSection(bucket_bytes=3000)
+        return WeightSync(self.policy, self.stack.pool, transports=kinds, options=options)
+
+
+def test_each_rank_sends_to_the_engines_on_its_own_device(start, monkeypatch):
+    parts = OnDevices(start, monkeypatch, ["a/0", "a/1"], ["a/1", "a/0", "a/1"])
+    sync = parts.sync("shm", "gloo")
+    assert sync.transport == "shm"
+    for version in (1, 2):
+        assert sync(version).bytes == 4 * sum(SIZES)
+        assert all(parts.stack.up_to_date(engine) for engine in range(3))
+    assert sorted(parts.opened) == [("a/0", "shm", 1), ("a/1", "shm", 2)]
+    # A replacement is served by the rank on its device.
+    sync.bring_up(0)
+    assert parts.opened[2:] == [("a/1", "shm", 1)]
+    assert parts.stack.up_to_date(0)
+    parts.policy.close()
+
+
+def test_devices_apart_or_shared_rule_out_kinds_of_links(start, monkeypatch):
+    parts = OnDevices(start, monkeypatch, ["a/0", "a/1"], ["a/1", "a/0", "b/1"])
+    kinds = ["shm", "nccl", "gloo"]
+    choose = parts.sync("gloo")._by_devices
+    assert choose(kinds, [0]) == ["shm", "nccl", "gloo"]
+    assert choose(kinds, [0, 1]) == ["shm", "gloo"]  # NCCL takes no two processes on one device
+    assert choose(kinds, [0, 2]) == ["nccl", "gloo"]
+    with pytest.raises(ConfigError, match=r"policy's ranks \(a/0, a/1\); engine 2 is on b/1"):
+        parts.sync("shm")(1)
+    parts.policy.close()
 
 
 @pytest.mark.parametrize("kind", ["local", "shm", "gloo", "disk"])

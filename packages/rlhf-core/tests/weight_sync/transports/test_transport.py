@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core import ConfigError, DeadlineExceeded, Link, WeightSyncError, join_link, open_sender, send_weights
+from rlhf_core import (
+    ConfigError,
+    DeadlineExceeded,
+    Link,
+    WeightSyncError,
+    join_link,
+    open_sender,
+    receive_weights,
+    release_sender,
+    send_weights,
+    shared_link,
+)
 from rlhf_core.testing.transport import Beside, Source, TransportConformance
 from safetensors.torch import load_file
 
@@ -158,6 +169,52 @@ def test_another_manifest_on_the_other_side_is_noticed(kind):
     with pytest.raises(WeightSyncError, match="same manifest"):
         taking.result()
     sender.close()
+
+
+def test_every_receiver_joins_its_own_sender():
+    # Two engines of two workers each, whose first workers are on the first rank's GPU.
+    source = Source([300, 7, 2000], version=3)
+    senders = [open_sender("shm", receivers=2, timeout_s=30) for _ in range(2)]
+    one, two = (sender.link for sender in senders)
+    link = shared_link([one, two, one, two])
+    manifest = source.manifest()
+
+    def take(rank):
+        found = {}
+        receiver = join_link(link, rank)
+        receive_weights(manifest, receiver, lambda pairs: found.update({n: t.clone() for n, t in pairs}))
+        receiver.close()
+        return found
+
+    def send(sender):
+        sender.accept()
+        send_weights(source, manifest, sender)
+        sender.close()
+
+    receiving = [Beside(lambda r=rank: take(r)) for rank in range(4)]
+    sending = [Beside(lambda s=sender: send(s)) for sender in senders]
+    for weights in (beside.result() for beside in receiving):
+        assert weights.keys() == source.tensors.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in source.tensors.items())
+    for beside in sending:
+        beside.result()
+
+
+def test_all_senders_of_a_link_are_released():
+    senders = [open_sender("shm", receivers=1, timeout_s=30) for _ in range(2)]
+    link = shared_link([sender.link for sender in senders])
+    waiting = [Beside(sender.accept) for sender in senders]
+    while any(beside.running for beside in waiting):
+        release_sender(link)
+    for beside in waiting:
+        with pytest.raises(WeightSyncError):
+            beside.result()
+
+
+def test_a_sender_that_serves_others_too_is_refused():
+    link = Link(kind="shm", address="a:1", receivers=2, timeout_s=1)
+    with pytest.raises(ConfigError, match="serves 2 receivers, and 1 join"):
+        shared_link([link])
 
 
 def test_misuse_is_refused():

@@ -23,6 +23,7 @@ from rlhf_launch.samples.prompts import Prompt, PromptFormat, load_prompts, poli
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_launch.seeds import request_seed
+from rlhf_launch.workers.devices import REWARD
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import Waits
 
@@ -100,7 +101,7 @@ def _start(
     """The rollout engines, and the reward with its models."""
     waits = Waits(config.placement.timeout_s)
     executor = executor_of(config, backends)
-    training = {f"reward {name}": plans for name, plans in reward_plans(config, backends).items()}
+    training = {f"{REWARD}{name}": plans for name, plans in reward_plans(config, backends).items()}
     rollout = rollout_plans(config, backends)
     with (
         ExitStack() as stack,

@@ -77,7 +77,8 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         run.stop.check()
         clock = PhaseClock(run.pool.waits.clock.now)
         _take_idle_seconds(run)  # what was between the steps counts for none
-        groups, waited = run.producer.collect()
+        with run.pool.generating():
+            groups, waited = run.producer.collect()
         clock.add(waited.seconds)
         if run.pool.lost:
             with clock("replacement"):
@@ -160,7 +161,7 @@ def evaluate(run: OnlineRun, *, done: Collection[str] = ()) -> None:
     """
     evaluations = run.evaluator(run.state.step, done=done)
     while True:
-        with run.stop.interruptible():
+        with run.stop.interruptible(), run.pool.generating():
             evaluation = next(evaluations, None)
         if evaluation is None:
             return

@@ -30,6 +30,7 @@ from rlhf_launch.samples.reward import Rewarder, open_reward
 from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, greedy_sampling, response_sampler
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
+from rlhf_launch.workers.devices import REWARD
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import Waits
 
@@ -115,7 +116,7 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Wait
     """One placement for all workers of the run."""
     backends = inputs.backends
     training = {role: training_plans(config, backends, role) for role in roles_of(config)}
-    training |= {f"reward {name}": plans for name, plans in reward_plans(config, backends).items()}
+    training |= {f"{REWARD}{name}": plans for name, plans in reward_plans(config, backends).items()}
     executor = executor_of(config, backends)
     rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank)
 

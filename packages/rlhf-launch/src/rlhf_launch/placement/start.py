@@ -11,6 +11,7 @@ from rlhf_algos import can_begin_again
 from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
+from rlhf_launch.workers.devices import REWARD, ROLLOUT, SharedDevices
 from rlhf_launch.workers.handles import CLOSE_TIMEOUT_S, close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
@@ -45,7 +46,7 @@ def open_executor(
     """
     if kind == "local":
         return LocalExecutor()
-    transports = ("nccl", "gloo") if device.startswith("cuda") else ("shm", "gloo")
+    transports = ("ipc", "nccl", "gloo") if device.startswith("cuda") else ("shm", "gloo")
     return RayCluster(ray_address, transports=transports, timeout_s=timeout_s)
 
 
@@ -67,6 +68,7 @@ def start_workers(
     rollout: Sequence[WorkerPlan],
     *,
     waits: Waits | None = None,
+    devices: SharedDevices | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Workers]:
     """Place all workers in one go and start them; workers and executor are closed when the block ends.
@@ -76,28 +78,32 @@ def start_workers(
         training: the ranks of each training engine, by its name (see `rank_plans`).
         rollout: the rollout engines (see `engine_plans`).
         waits: how every wait on these workers is made.
+        devices: which of them take turns, being on the same devices; they also start one after the other.
         say: is told, a line each, what is up and how long that took.
 
     Raises:
         ResourceError: there is no room for them.
     """
     waits = waits or Waits()
+    devices = devices or SharedDevices()
     with ExitStack() as stack:
         stack.callback(executor.close)
         handles = list(executor.place([*(plan for plans in training.values() for plan in plans), *rollout]))
         groups: dict[str, TrainGroup] = {}
         for name, plans in training.items():
             ranks, handles = handles[: len(plans)], handles[len(plans) :]
-            groups[name] = TrainGroup(name, ranks, waits=waits)
-        pool = RolloutPool(handles, waits=waits)
+            groups[name] = TrainGroup(name, ranks, waits=waits, devices=devices)
+        scorers = [name for name in groups if name.startswith(REWARD)]
+        pool = RolloutPool(handles, waits=waits, devices=devices, scorers=scorers)
 
         workers = Workers(training=groups, pool=pool, executor=executor)
         stack.push(lambda kind, error, trace: _close(workers, error))
         if not executor.one_process:
             waits.rescue = pool.end_stuck
-            # Engines start while the training ranks do. Within one process DeepSpeed must come first: it has to
-            # make torch's process group before vLLM does.
-            pool.begin()
+            # Engines start while the training ranks do, unless these are on their devices. Within one process
+            # DeepSpeed must come first: it has to make torch's process group before vLLM does.
+            if not devices.neighbours(ROLLOUT):
+                pool.begin()
         for name, group in groups.items():
             say(f"{name}: {group.ranks} rank(s), {group.start():.1f} s")
         say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")

@@ -19,6 +19,7 @@ from rlhf_rollout import (
 
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.workers.devices import REWARD
 from rlhf_launch.workers.train_group import TrainGroup
 
 _WITH_EPISODES = frozenset({"turns", "environment"})
@@ -140,7 +141,7 @@ def open_reward(
     for name, part in checked.parts.items():
         if isinstance(part, EngineRewardConfig):
             its_own = checked.tokenizers[name]
-            reward = part.make(groups[f"reward {name}"], name=name, tokenizer=its_own, policy_tokenizer=tokenizer)
+            reward = part.make(groups[f"{REWARD}{name}"], name=name, tokenizer=its_own, policy_tokenizer=tokenizer)
         else:
             reward = checked.ready[name]
         rewards[name] = RobustReward(reward, part.on_failure or checked.on_failure, name=name)

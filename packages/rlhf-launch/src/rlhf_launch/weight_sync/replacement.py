@@ -15,6 +15,7 @@ from rlhf_launch.placement.executor import Executor
 from rlhf_launch.weight_sync.report import SyncReport
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.weight_sync.verification import ProbeFailed
+from rlhf_launch.workers.devices import ROLLOUT
 from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import WorkerLostError
@@ -38,9 +39,10 @@ class RolloutReplacement:
     """Replaces lost engines, a limited number of times in a run.
 
     A replacement comes up beside the run and is used from the first step on that finds it up, with the weights of
-    the last sync. One that cannot start costs the run no more than itself: the others go on, and the next step
-    tries again while replacements are left. Only without any engine does somebody wait for one. Whoever asks for
-    one, from any thread, waits while the trainer is busy (see `suspended`).
+    the last sync; on devices that training engines share, it comes up before these need them. One that cannot start
+    costs the run no more than itself: the others go on, and the next step tries again while replacements are left.
+    Only without any engine does somebody wait for one. Whoever asks for one, from any thread, waits while the
+    trainer is busy (see `suspended`).
     """
 
     def __init__(self, executor: Executor, pool: RolloutPool, sync: WeightSync, *, limit: int) -> None:
@@ -140,7 +142,9 @@ class RolloutReplacement:
     def _up(self) -> list[int]:
         """Engines whose replacements have come up, in the pool and without weights; waits for one if none lives."""
         if self._pool.live:
-            self._waits.settle([replacement.started for replacement in self._starting.values()], at_most_s=_GRACE_S)
+            patience_s = self._waits.limit_s if self._pool.devices.neighbours(ROLLOUT) else _GRACE_S
+            starting = [replacement.started for replacement in self._starting.values()]
+            self._waits.settle(starting, at_most_s=patience_s)
         else:
             self._await_first()
         up = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,20 +21,26 @@ from rlhf_core import (
     WeightManifest,
     WeightSyncError,
     release_sender,
+    shared_link,
 )
 
 from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.weight_sync.report import SyncReport, finding
 from rlhf_launch.weight_sync.verification import AS_LOADED, ProbeFailed, SyncVerification
+from rlhf_launch.workers.devices import ROLLOUT, in_turn
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.waits import WorkerLostError
 
 _log = logging.getLogger(__name__)
 
+ON_ONE_DEVICE = frozenset({"ipc"})
+"""Kinds of link with both ends on one device: each rank of the policy serves the receivers on its own."""
 _RELEASE_S = 0.5
 _SETTLE_S = 60.0
 """How long both sides of a failed transfer have to end, after which the next try finds out about them."""
+
+_in_turn = in_turn(lambda sync: sync._pool.devices.at_work("policy", ROLLOUT))
 
 
 class WeightSync:
@@ -78,6 +85,7 @@ class WeightSync:
                 "vllm does and this one does not; write adapters: merged"
             )
 
+    @_in_turn
     def __call__(self, version: int) -> SyncReport:
         """Bring all engines to `version`, and have them verify it by a probe.
 
@@ -113,6 +121,7 @@ class WeightSync:
         finally:
             self._other_way = False
 
+    @_in_turn
     def prove(self) -> str:
         """Have all engines verify the weights that they were loaded with; says what was found.
 
@@ -141,6 +150,7 @@ class WeightSync:
         worst = max((report.gap for _, report in reports), key=lambda gap: gap.mean)
         return f"weight syncs are verified by a probe; as loaded, engines and policy differ by {worst}"
 
+    @_in_turn
     def check_loaded(self, engine: int) -> None:
         """Verify an engine that was started before the first sync, with the weights that all were loaded with.
 
@@ -155,6 +165,7 @@ class WeightSync:
         (report,) = self._answers([call], [engine], what)
         self._verification.accept(AS_LOADED, check, [(engine, report)])
 
+    @_in_turn
     def bring_up(self, engine: int) -> None:
         """Bring one engine, new or restarted, to the version that the others have, and use it again.
 
@@ -181,10 +192,11 @@ class WeightSync:
     def _bring_up(self, engine: int, version: int) -> None:
         check = self._verification.check(version) if self._verification.active else None
         self.transport = self._choose_transport(engine)
-        link = self._opened = self._policy.open_link(self.transport, self._pool.receivers_of(engine))
+        link, senders = self._open([engine])
         self._link = None  # the trainer has one link at a time; the next sync opens one to all
         what = f"rollout engine {engine} to be brought to weight version {version}"
-        self._meet([self._policy.accept_link()], [self._pool.call(engine, "connect", link, 0)], [engine], what)
+        joining = [self._pool.call(engine, "connect", link, 0)]
+        self._meet(self._policy.accept_link(senders), joining, [engine], what)
         manifest = self._options_on(self._complete_manifest(version))
         receiving = [self._pool.call(engine, "receive_weights", manifest, check)]
         load, *_ = self._meet(self._policy.send(manifest), receiving, [engine], what)
@@ -279,7 +291,18 @@ class WeightSync:
             kinds.insert(0, "disk")
         if "shm" in kinds and len(kinds) > 1 and not (self._shares_memory and on_one_host):
             kinds.remove("shm")
+        if len(kinds) > 1 and not ON_ONE_DEVICE.isdisjoint(kinds):
+            kinds = self._by_devices(kinds, list(dict.fromkeys([*self._pool.live, *joining])))
         return self._pool.choose_transport(kinds)
+
+    def _by_devices(self, kinds: Sequence[str], engines: Sequence[int]) -> list[str]:
+        """The kinds that the devices of both sides allow; NCCL takes no two processes on one device."""
+        ranks = self._policy.devices_of_ranks()
+        devices = [device for engine in engines for device in self._pool.devices_of(engine)]
+        unfit = set() if set(devices) <= set(ranks) - {None} else set(ON_ONE_DEVICE)
+        if ranks[0] in devices:
+            unfit.add("nccl")
+        return [kind for kind in kinds if kind not in unfit]
 
     def _on_one_host(self, joining: Sequence[int]) -> bool:
         engines = list(dict.fromkeys([*self._pool.live, *joining]))
@@ -291,12 +314,41 @@ class WeightSync:
     def _connect(self) -> None:
         engines = self._pool.live
         self.transport = self._choose_transport()
-        receivers = sum(self._pool.receivers_of(engine) for engine in engines)
-        link = self._opened = self._policy.open_link(self.transport, receivers)
+        link, senders = self._open(engines)
         joining = self._pool.connect(engines, link)
         what = f"all ends of the {link.kind} weight link to meet"
-        self._meet([self._policy.accept_link()], joining, engines, what)
+        self._meet(self._policy.accept_link(senders), joining, engines, what)
         self._link, self._linked = link, engines
+
+    def _open(self, engines: Sequence[int]) -> tuple[Link, list[int]]:
+        """Open a link to engines; returns it with the policy's ranks that send."""
+        if self.transport not in ON_ONE_DEVICE:
+            receivers = sum(self._pool.receivers_of(engine) for engine in engines)
+            link = self._opened = self._policy.open_link(self.transport, receivers)
+            return link, [0]
+        senders = self._senders(engines)
+        links = self._policy.open_links(self.transport, Counter(senders))
+        link = self._opened = shared_link([links[rank] for rank in senders])
+        return link, list(links)
+
+    def _senders(self, engines: Sequence[int]) -> list[int]:
+        """For each receiver of these engines, the rank of the policy that is on its device.
+
+        Raises:
+            ConfigError: there is none on some.
+        """
+        ranks = {device: rank for rank, device in enumerate(self._policy.devices_of_ranks())}
+        senders = []
+        for engine in engines:
+            devices = self._pool.devices_of(engine)
+            if missing := [device for device in devices if device is None or device not in ranks]:
+                raise ConfigError(
+                    f"weights can travel by {self.transport} where each rollout engine is on the devices of the "
+                    f"policy's ranks ({', '.join(map(str, ranks))}); engine {engine} is on {missing[0]}. Let them "
+                    "share devices, or choose another weight_sync.transport"
+                )
+            senders += [ranks[device] for device in devices]
+        return senders
 
     def _meet(
         self, sending: Sequence[Future[Any]], receiving: Sequence[Future[Any]], engines: Sequence[int], what: str

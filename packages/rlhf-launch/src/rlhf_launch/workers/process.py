@@ -1,9 +1,11 @@
-"""The process and the host of a worker: its address, its seeds."""
+"""The process and the host of a worker: its address, its memory, its seeds."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import gc
 import os
 import random
 import socket
@@ -47,6 +49,23 @@ def _interface_of(address: str) -> str | None:
             if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
                 return name
     return None
+
+
+def device_names(device: str) -> list[str]:
+    """The accelerators that this process sees, by names that are the same in every process; none on a CPU."""
+    if not device.startswith("cuda"):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(torch.cuda.device_count())) if visible is None else filter(None, visible.split(","))
+    return [f"{socket.gethostname()}/{name}" for name in names]
+
+
+def trim_memory() -> None:
+    """Give freed host memory back to the system, which the C library would keep for later; does nothing without
+    glibc."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def seed_everything(seed: int) -> None:

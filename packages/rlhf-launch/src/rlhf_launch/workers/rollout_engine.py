@@ -26,6 +26,7 @@ from rlhf_core import (
 )
 
 from rlhf_launch.workers.probe import LoadReport, ProbeCheck, ProbeReport, Scores
+from rlhf_launch.workers.process import device_names, trim_memory
 
 
 class RolloutWorker:
@@ -81,6 +82,10 @@ class RolloutWorker:
     async def max_model_len(self) -> int:
         """Prompt plus response tokens of one sequence."""
         return self._config.max_model_len
+
+    async def device_names(self) -> list[str]:
+        """See `process.device_names`."""
+        return device_names(self._config.device)
 
     async def shared_memory(self) -> str | None:
         """See shared_memory_id."""
@@ -149,8 +154,9 @@ class RolloutWorker:
         await self._go_on()
 
     async def sleep(self) -> None:
-        """See RolloutBackend."""
+        """See RolloutBackend; what is freed on the host goes back to the system."""
         await self._backend.sleep()
+        trim_memory()
 
     async def wake(self) -> None:
         """See RolloutBackend."""

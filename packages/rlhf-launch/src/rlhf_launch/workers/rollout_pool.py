@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlhf_core import (
 from rlhf_rollout import gather_or_cancel
 
 from rlhf_launch.seeds import request_seed
+from rlhf_launch.workers.devices import ROLLOUT, SharedDevices, Tenant
 from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.load import EngineLoads
 from rlhf_launch.workers.probe import ProbeCheck
@@ -38,8 +40,18 @@ _STALE_PAUSE_S = 0.2
 class RolloutPool:
     """One or more rollout engines behind one `generate`."""
 
-    def __init__(self, handles: Sequence[Handle], *, waits: Waits | None = None) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        *,
+        waits: Waits | None = None,
+        devices: SharedDevices | None = None,
+        scorers: Sequence[str] = (),
+    ) -> None:
         self._handles = list(handles)
+        self.devices = devices or SharedDevices()
+        """Where the engines take turns with the training engines that share theirs."""
+        self._scorers = tuple(scorers)
         self.waits = waits or Waits()
         """How its answers are waited for."""
         self._loads = EngineLoads(len(self._handles), clock=self.waits.clock.now)
@@ -56,11 +68,12 @@ class RolloutPool:
 
     def start(self) -> float:
         """Wait until all engines are up; returns the seconds of the slowest."""
-        if not self._starting:
-            self.begin()
         what = f"{self.engines} rollout engine(s) to start"
-        seconds = max(self.waits.gather(self._starting, what=what, workers=self._handles))
-        self._capabilities = self._all("capabilities", what="state their capabilities")
+        with self.devices.moving_in(ROLLOUT, Tenant(leave=self.sleep, come=self.wake)):
+            if not self._starting:
+                self.begin()
+            seconds = max(self.waits.gather(self._starting, what=what, workers=self._handles))
+            self._capabilities = self._all("capabilities", what="state their capabilities")
         return seconds
 
     @property
@@ -118,6 +131,15 @@ class RolloutPool:
     def receivers_of(self, engine: int) -> int:
         """Transport ranks of one engine."""
         return self._capabilities[engine].receivers
+
+    def devices_of(self, engine: int) -> list[str | None]:
+        """The device of each of an engine's transport ranks (see `device_names`); None where it is the CPU."""
+        handle = self._handles[engine]
+        call = handle.call("device_names")
+        what = f"rollout engine {engine} to name its devices"
+        (names,) = self.waits.gather([call], what=what, workers=[handle])
+        receivers = self.receivers_of(engine)
+        return [*names[:receivers], *[None] * (receivers - len(names))]
 
     @property
     def partial_sync(self) -> PartialSync:
@@ -260,6 +282,24 @@ class RolloutPool:
         """Continue sampling."""
         self._each_live("resume")
         self._loads.pause(False)
+
+    def sleep(self) -> None:
+        """Stop sampling, and give the devices' memory back, as far as the backend can; `wake` takes it again."""
+        if self.pause_mode is not None:
+            self.pause()
+        self._each_live("sleep")
+
+    def wake(self) -> None:
+        """Take the devices' memory again and continue sampling."""
+        self._each_live("wake")
+        if self.pause_mode is not None:
+            self.resume()
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """A block that needs samples, and the reward models that score them as they come."""
+        with self.devices.at_work(ROLLOUT, *self._scorers):
+            yield
 
     def take_idle_seconds(self) -> float:
         """Seconds since the last call in which an engine had no work or was paused: the mean over engines."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +14,7 @@ from rlhf_core import (
     RUN_TOGETHER,
     Batch,
     DeadlineExceeded,
+    Link,
     Loss,
     ModelOutputs,
     StepReport,
@@ -24,19 +25,30 @@ from rlhf_core import (
 )
 
 from rlhf_launch.workers.begun import Begun
+from rlhf_launch.workers.devices import SharedDevices, Tenant, in_turn
 from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.load import IdleTime
 from rlhf_launch.workers.probe import ProbedModel, Scores
 from rlhf_launch.workers.waits import Waits
 
 T = TypeVar("T")
+_in_turn = in_turn(lambda group: group.devices.at_work(group.name))
 
 
 class TrainGroup:
     """The ranks of one role, with the methods of TrainEngine over all of them."""
 
-    def __init__(self, name: str, handles: Sequence[Handle], *, waits: Waits | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        handles: Sequence[Handle],
+        *,
+        waits: Waits | None = None,
+        devices: SharedDevices | None = None,
+    ) -> None:
         self.name = name
+        self.devices = devices or SharedDevices()
+        """Where it takes turns with those that share its devices."""
         self._handles = list(handles)
         self._waits = waits or Waits()
         self._waits.watch(self._handles)
@@ -68,11 +80,13 @@ class TrainGroup:
 
     def start(self) -> float:
         """Build the engines of all ranks; returns the seconds of the slowest."""
-        first = self._handles[0].call("address", self.ranks)
-        (address,) = self._gather([first], "offer an address")
-        futures = [handle.call("start", rank, self.ranks, address) for rank, handle in enumerate(self._handles)]
-        return max(self._gather(futures, "build its engines"))
+        with self.devices.moving_in(self.name, Tenant(leave=self.offload, come=self.reload)):
+            first = self._handles[0].call("address", self.ranks)
+            (address,) = self._gather([first], "offer an address")
+            calls = [handle.call("start", rank, self.ranks, address) for rank, handle in enumerate(self._handles)]
+            return max(self._gather(calls, "build its engines"))
 
+    @_in_turn
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See TrainEngine; rows keep their order. The batch may have fewer units than there are ranks."""
         return self.begin_score(batch, outputs).result()
@@ -107,6 +121,7 @@ class TrainGroup:
             raise TypeError(f"{self.name}: the training engine gave no log_probs")
         return tuple(map(tuple, scores[:, 1:].tolist()))
 
+    @_in_turn
     def step(self, batch: Batch, loss: Loss) -> StepReport:
         """See TrainEngine. The batch may have fewer units than there are ranks."""
         return self.begin_step(batch, loss).result()
@@ -122,21 +137,37 @@ class TrainGroup:
 
     def open_link(self, kind: str, receivers: int) -> Any:
         """Open a weight link on rank 0."""
-        future = self._handles[0].call("open_link", kind, receivers, self._waits.limit_s)
-        return self._gather([future], "open a weight link")[0]
+        return self.open_links(kind, {0: receivers})[0]
+
+    def open_links(self, kind: str, receivers: Mapping[int, int]) -> dict[int, Link]:
+        """Open a weight link on each of these ranks, for so many receivers; the others have none from now on."""
+        calls = [
+            handle.call("open_link", kind, receivers[rank], self._waits.limit_s)
+            if rank in receivers
+            else handle.call("close_link")
+            for rank, handle in enumerate(self._handles)
+        ]
+        links = self._gather(calls, "open a weight link")
+        return {rank: links[rank] for rank in receivers}
+
+    def accept_link(self, ranks: Sequence[int] = (0,)) -> list[Any]:
+        """Let ranks start waiting for the receivers of their links; returns futures."""
+        return [self._handles[rank].call("accept_link") for rank in ranks]
+
+    def devices_of_ranks(self) -> list[str | None]:
+        """The device of each rank (see `device_names`); None where there is none but the CPU."""
+        return [names[0] if names else None for names in self._all("device_names", what="name its devices")]
 
     def shared_memory(self) -> Any:
         """Ask rank 0 which memory it can share; returns a future."""
         return self._handles[0].call("shared_memory")
 
-    def accept_link(self) -> Any:
-        """Start waiting for the receivers; returns a future."""
-        return self._handles[0].call("accept_link")
-
+    @_in_turn
     def manifest(self, version: int, *, bucket_bytes: int, adapters: bool = False) -> WeightManifest:
         """What a sync of all weights, or of the adapters alone, would move."""
         return self._all("manifest", version, bucket_bytes, adapters, what="describe its weights")[0]
 
+    @_in_turn
     def changes(self, version: int, *, bucket_bytes: int, mode: str) -> WeightManifest:
         """What a partial sync would move; all weights if there is no confirmed version to start from."""
         return self._all("changes", version, bucket_bytes, mode, what="find the weights that changed")[0]
@@ -159,6 +190,7 @@ class TrainGroup:
         """See TrainEngine."""
         self._all("reload", what="reload")
 
+    @_in_turn
     def save(self, path: Path, *, background: bool = False) -> None:
         """See TrainEngine. What an engine writes in the background is complete after `finish_save`.
 
@@ -186,15 +218,18 @@ class TrainGroup:
             self._all("finish_save", what="write a checkpoint")
             check_seen_here(path, self._all("files", path, what="list its checkpoint"))
 
+    @_in_turn
     def load(self, path: Path) -> None:
         """See TrainEngine."""
         self._all("load", path, what="load a checkpoint")
 
+    @_in_turn
     def export(self, path: Path) -> None:
         """See TrainEngine."""
         path.mkdir(parents=True, exist_ok=True)
         self._all("export", path, what="export the model")
 
+    @_in_turn
     def export_average(self, path: Path) -> None:
         """See KeepsAverage."""
         path.mkdir(parents=True, exist_ok=True)

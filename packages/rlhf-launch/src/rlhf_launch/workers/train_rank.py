@@ -39,7 +39,7 @@ from rlhf_core import (
 )
 
 from rlhf_launch.workers.probe import ProbedModel, describe_model
-from rlhf_launch.workers.process import host_address, seed_everything
+from rlhf_launch.workers.process import device_names, host_address, seed_everything, trim_memory
 
 
 class TrainWorker:
@@ -117,8 +117,7 @@ class TrainWorker:
 
     def open_link(self, kind: str, receivers: int, timeout_s: float) -> Link:
         """Open the sending end of a weight link on this rank, replacing an older one."""
-        if self._sender is not None:
-            self._sender.close()
+        self.close_link()
         self._sender = open_sender(
             kind,
             receivers=receivers,
@@ -128,10 +127,20 @@ class TrainWorker:
         )
         return self._sender.link
 
+    def close_link(self) -> None:
+        """Close this rank's end of the weight link, if it has one."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
     def accept_link(self) -> None:
         """Wait for all receivers."""
         if self._sender is not None:
             self._sender.accept()
+
+    def device_names(self) -> list[str]:
+        """See `process.device_names`."""
+        return device_names(self._config.device)
 
     def shared_memory(self) -> str | None:
         """See shared_memory_id."""
@@ -170,8 +179,9 @@ class TrainWorker:
         return time.perf_counter() - begin
 
     def offload(self) -> None:
-        """See TrainEngine."""
+        """See TrainEngine; what is freed on the host goes back to the system."""
         self.engine.offload()
+        trim_memory()
 
     def reload(self) -> None:
         """See TrainEngine."""
@@ -224,9 +234,7 @@ class TrainWorker:
 
     def close(self) -> None:
         """Release engine, link and store."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        self.close_link()
         if self._engine is not None:
             self._engine.close()
             self._engine = None

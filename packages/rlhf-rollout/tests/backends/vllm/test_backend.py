@@ -176,6 +176,42 @@ def test_kept_requests_go_on_under_the_new_weights_with_exact_log_probs(
         assert (log_probs - expected).abs().max() < 1e-4
 
 
+def resident() -> int:
+    """Bytes of memory that this process has in use."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def test_asleep_it_needs_no_memory_for_its_cache_and_running_requests_go_on_after_it(
+    backend: VLLMBackend,
+) -> None:
+    asked = request(300, n=4)
+    whole = generate(backend, asked)
+    runner = backend._loop.call(lambda engine: engine.model_executor.driver_worker.worker.model_runner).result()
+    caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in runner.kv_caches}
+    for cache in runner.kv_caches:
+        cache.fill_(1.0)  # every page is in use
+
+    async def with_a_nap() -> tuple[GenerationResult, int]:
+        task = asyncio.create_task(backend.generate(asked))
+        await asyncio.sleep(0.1)
+        await backend.pause("keep")
+        assert not task.done()
+        awake = resident()
+        await backend.sleep()
+        await backend.sleep()
+        asleep = resident()
+        await backend.wake()
+        await backend.resume()
+        return await task, awake - asleep
+
+    size = sum(storage.nbytes() for storage in caches.values())
+    result, given_back = asyncio.run(with_a_nap())
+    assert [sample.token_ids for sample in result.samples] == [sample.token_ids for sample in whole.samples]
+    assert given_back > 0.9 * size > 4 << 20
+    assert sum(storage.nbytes() for storage in caches.values()) == size
+
+
 def test_a_sync_that_breaks_off_in_the_middle_leaves_nothing_behind(backend: VLLMBackend, trainer: Trainer) -> None:
     """The next sync must not complete layers with what the broken one left in them."""
     version = backend.weight_version

@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rlhf_core.checks import check_number, check_whole
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RLHFError
 from rlhf_core.plugins import load_object, load_plugin, plugin_names
 from rlhf_core.weight_sync.manifest import Bucket
 
 WEIGHT_TRANSPORTS = "rlhf.weight_transports"
+_BETWEEN = "\n"
 
 _BUILT_IN = {
     "disk": "rlhf_core.weight_sync.transports.disk:DiskTransport",
@@ -49,7 +50,8 @@ class Link:
 
     kind: str
     address: str
-    """`host:port` of the sender's store, a directory, or a process-local name."""
+    """`host:port` of the sender's store, a directory, or a process-local name. Where receivers have different
+    senders (see `shared_link`), that of each receiver's sender, in order, one a line."""
     receivers: int
     timeout_s: float
     """Deadline of every wait on this link."""
@@ -178,11 +180,42 @@ def join_link(link: Link, rank: int, *, device: torch.device | str = "cpu") -> R
     """Join a link as receiver `rank` (0-based); blocks until the sender accepts or the deadline passes."""
     if not 0 <= rank < link.receivers:
         raise ConfigError(f"receiver rank {rank} is outside 0..{link.receivers - 1}")
+    link, rank = _senders_link(link, rank)
     return _transport(link.kind).join(link, rank, torch.device(device))
 
 
+def shared_link(links: Sequence[Link]) -> Link:
+    """One link for receivers with different senders, as ranks that each serve the engine on their own GPU.
+
+    Args:
+        links: for each receiver, in order, the link of its sender. A sender's link has as many receivers as there
+            are entries of it.
+
+    >>> one, two = (Link(kind="ipc", address=f"a:{port}", receivers=2, timeout_s=9.0) for port in (1, 2))
+    >>> shared_link([one, one, two, two]).address
+    'a:1\\na:1\\na:2\\na:2'
+    """
+    (kind,) = {link.kind for link in links}
+    for link in links:
+        if link.receivers != (found := links.count(link)):
+            raise ConfigError(
+                f"the sender at {link.address} serves {link.receivers} receivers, and {found} join it"
+            )
+    address = _BETWEEN.join(link.address for link in links)
+    return Link(kind=kind, address=address, receivers=len(links), timeout_s=links[0].timeout_s)
+
+
+def _senders_link(link: Link, rank: int) -> tuple[Link, int]:
+    """The link of a receiver's own sender, and the receiver's rank on that."""
+    addresses = link.address.split(_BETWEEN)
+    if len(addresses) != link.receivers:
+        return link, rank
+    mine = addresses[rank]
+    return replace(link, address=mine, receivers=addresses.count(mine)), addresses[:rank].count(mine)
+
+
 def release_sender(link: Link) -> None:
-    """Let the sender of a link fail now, instead of at its deadline, if it waits for receivers.
+    """Let the sender of a link, or each of several, fail now instead of at its deadline, if it awaits receivers.
 
     For one who knows that a receiver is gone, from any process that could join the link. A sender that does not
     wait right now is left alone, so repeat it until the sender ends. The link is then of no further use.
@@ -191,8 +224,17 @@ def release_sender(link: Link) -> None:
         RLHFError: the sender cannot be reached.
     """
     transport = _transport(link.kind)
-    if isinstance(transport, ReleasesSender):
-        transport.release_sender(link)
+    if not isinstance(transport, ReleasesSender):
+        return
+    senders = {part.address: part for part, _ in (_senders_link(link, rank) for rank in range(link.receivers))}
+    errors: list[RLHFError] = []
+    for sender in senders.values():
+        try:
+            transport.release_sender(sender)
+        except RLHFError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager

@@ -142,14 +142,17 @@ class VLLMBackend:
         return await self._call(lambda engine: self._score(engine, rows))
 
     async def sleep(self) -> None:
-        """See RolloutBackend; does something with the option `enable_sleep_mode` on a GPU."""
+        """See RolloutBackend. On a GPU it needs the option `enable_sleep_mode`; on a CPU weights stay.
+
+        Requests that are running go on after `wake` from the tokens that they have.
+        """
         if self._capabilities.sleep:
             await self._call(self._sleep)
 
     async def wake(self) -> None:
         """See RolloutBackend."""
         if self._capabilities.sleep:
-            await self._call(lambda engine: engine.wake_up())
+            await self._call(self._wake)
 
     def close(self) -> None:
         """See RolloutBackend; unfinished requests raise EngineDiedError."""
@@ -174,10 +177,26 @@ class VLLMBackend:
         return scores
 
     def _sleep(self, engine: LLMEngine) -> None:
+        self._loop.settle(engine)
+        # Running requests lose their keys and values, too, and compute them again.
+        engine.reset_prefix_cache(reset_running_requests=True)
+        if self._config.device == "cpu":
+            self._on_workers(engine, "rlhf_release_cache")
+            return
         level = VLLMOptions.of(self._config).sleep_level
         engine.sleep(level=level, mode="keep")
         if level == 2:
             self._weights.drop()
+
+    def _wake(self, engine: LLMEngine) -> None:
+        if self._config.device == "cpu":
+            self._on_workers(engine, "rlhf_restore_cache")
+        else:
+            engine.wake_up()
+
+    def _on_workers(self, engine: LLMEngine, method: str) -> None:
+        if (failure := on_workers(engine, method, timeout_s=_START_S)) is not None:
+            raise EngineDiedError(f"{failure[0]}: {failure[1]}")
 
 
 def _start(arguments: dict[str, Any], watch: WorkerWatch, *, on_cpu: bool) -> LLMEngine:
@@ -206,7 +225,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
         receivers=worker_count(config),
         stop_strings=not arguments["skip_tokenizer_init"],
         adapters=bool(arguments.get("enable_lora")),
-        sleep=bool(config.options.get("enable_sleep_mode", False)),
+        sleep=config.device == "cpu" or bool(config.options.get("enable_sleep_mode", False)),
         token_scores=score_precision(config),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_core import WeightManifest
 from vllm.distributed.parallel_state import get_pp_group
 
-from rlhf_rollout.backends.vllm.worker import adapters
+from rlhf_rollout.backends.vllm.worker import adapters, cache
 from rlhf_rollout.backends.vllm.worker.rotation import rotate_heads_by_torch
 from rlhf_rollout.backends.vllm.worker.transfer import LinkTransfer
 
@@ -54,6 +54,16 @@ class RolloutExtension:
             adapters.install(manager, WeightManifest.from_dict(manifest), transfer.receiver)
 
         return _failure_of(receive)
+
+    def rlhf_release_cache(self) -> Failure | None:
+        """Give the memory of keys and values back, on a CPU."""
+        worker: Any = self
+        return _failure_of(lambda: cache.release(worker.model_runner))
+
+    def rlhf_restore_cache(self) -> Failure | None:
+        """Take the memory of keys and values again, on a CPU."""
+        worker: Any = self
+        return _failure_of(lambda: cache.restore(worker.model_runner))
 
     def rlhf_prepare_rotation(self) -> Failure | None:
         """Put right what the kernel of rotary embeddings on CPUs does wrongly."""
