@@ -42,6 +42,9 @@ class RolloutConfig:
     adapter_rank: int = 0
     """Largest rank of an adapter that a weight sync may bring on its own; 0 for none. A backend that cannot take
     adapters ignores it and says so in its capabilities."""
+    shares_devices: bool = False
+    """Training engines take turns with the backend on its devices: it must be able to `sleep`, and hold the same
+    weights when it wakes."""
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +56,8 @@ class RolloutConfig:
             check_whole(f"rollout: {name}", getattr(self, name), at_least=1)
         for name in ("adapter_rank", "seed"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=0)
-        check_switch("rollout: trust_remote_code", self.trust_remote_code)
+        for name in ("shares_devices", "trust_remote_code"):
+            check_switch(f"rollout: {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +142,8 @@ class RolloutBackend(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the accelerator's memory again. Weights may be undefined until the next `receive_weights`."""
+        """Take the accelerator's memory again. Weights may be undefined until the next `receive_weights`, unless
+        the backend shares its devices (`RolloutConfig.shares_devices`)."""
         ...
 
     def close(self) -> None:

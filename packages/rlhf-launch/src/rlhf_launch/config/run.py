@@ -253,6 +253,13 @@ class OnlineConfig:
 
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
+        beside = {role for members in self.shared if "rollout" in members for role in members}
+        if overlap is not None and (others := beside & {"policy", "critic", "reference"}):
+            raise ConfigError(
+                f"rollout.overlap lets generation go on while the others work, but {min(others)} takes turns with "
+                "it on the same devices (placement.*.colocate_with); leave rollout.overlap out, or give the "
+                "rollout engines devices of their own"
+            )
         if "log_probs" not in self.algorithm.recipe.old_outputs:
             self._check_sampler_stands_in()
         if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.restricted:

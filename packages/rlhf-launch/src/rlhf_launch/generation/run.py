@@ -15,6 +15,7 @@ from rlhf_core import GenerationRequest, Score, check_model_path, check_scores
 
 from rlhf_launch.config.generate import GenerateConfig
 from rlhf_launch.config.paths import absolute
+from rlhf_launch.config.placement import REWARD
 from rlhf_launch.generation.rows import GeneratedRows, make_row
 from rlhf_launch.placement.plans import reward_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
@@ -23,7 +24,7 @@ from rlhf_launch.samples.prompts import Prompt, PromptFormat, load_prompts, poli
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_launch.seeds import request_seed
-from rlhf_launch.workers.devices import REWARD
+from rlhf_launch.workers.devices import SharedDevices
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import Waits
 
@@ -80,6 +81,7 @@ def _generate(config: GenerateConfig, console: Console) -> GenerationReport:
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(pending))
         work = _Work(config, pool, tokenizer, rewarder, rows, advance=lambda: progress.advance(bar))
+        stack.enter_context(pool.generating())
         pool.waits.run(work.run(pending), what=lambda: f"the samples of {len(pending) - work.done} prompts")
     return GenerationReport(
         prompts=len(prompts),
@@ -105,7 +107,14 @@ def _start(
     rollout = rollout_plans(config, backends)
     with (
         ExitStack() as stack,
-        start_workers(executor, training, rollout, waits=waits, say=console.print) as workers,
+        start_workers(
+            executor,
+            training,
+            rollout,
+            waits=waits,
+            devices=SharedDevices(config.shared),
+            say=console.print,
+        ) as workers,
     ):
         rewarder = None
         if checked is not None:

@@ -12,6 +12,7 @@ from rlhf_algos import CheckpointSchedule, CheckpointStore
 from rlhf_core import ConfigError, SamplingConfig, StopRequest
 
 from rlhf_launch.bundles.keep import BundleKeeper
+from rlhf_launch.config.placement import REWARD
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.loop import OnlineRun, Schedule
@@ -30,7 +31,7 @@ from rlhf_launch.samples.reward import Rewarder, open_reward
 from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, greedy_sampling, response_sampler
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
-from rlhf_launch.workers.devices import REWARD
+from rlhf_launch.workers.devices import SharedDevices
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import Waits
 
@@ -123,7 +124,8 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Wait
     def say(line: str) -> None:
         reporter.say(f"  {line}")
 
-    with start_workers(executor, training, rollout, waits=waits, say=say) as workers:
+    devices = SharedDevices(config.shared)
+    with start_workers(executor, training, rollout, waits=waits, devices=devices, say=say) as workers:
         yield workers
 
 
@@ -158,9 +160,8 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
         plan=plan_of(config),
-        rewards=tuple(group for name, group in workers.training.items() if name.startswith("reward ")),
-        # The roles of one process share its cores.
-        shared=(frozenset(workers.training),) if workers.executor.one_process else (),
+        rewards=tuple(group for name, group in workers.training.items() if name.startswith(REWARD)),
+        one_at_a_time=workers.executor.one_process,
     )
 
 

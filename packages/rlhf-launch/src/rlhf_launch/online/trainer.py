@@ -65,8 +65,8 @@ class Trainer:
     plan: UpdatePlan = field(default_factory=UpdatePlan)
     rewards: tuple[TrainGroup, ...] = ()
     """Reward models, which score samples as they come; here for their idle seconds."""
-    shared: tuple[frozenset[str], ...] = ()
-    """Names of roles that share devices and so work in turns; roles of no such set work at the same time."""
+    one_at_a_time: bool = False
+    """Whether all roles share the cores of one process, so that nothing is won by working at the same time."""
 
     @property
     def trained(self) -> list[TrainGroup]:
@@ -162,22 +162,27 @@ class Trainer:
         }
         if trace.order is None:
             trace.order = self.plan.order(batch["group_ids"].tolist(), step, ranks=self.policy.ranks)
-        for rows in trace.order:
-            minibatch = batch.select(rows)
+        # Where they share devices, each takes all its steps in one turn: to change places costs seconds.
+        apart = not self.one_at_a_time and "policy" not in self.policy.devices.neighbours("critic")
+        for turn in [list(work)] if apart else [[role] for role in work]:
+            for rows in trace.order:
+                minibatch = batch.select(rows)
 
-            def begin(role: str, minibatch: Batch = minibatch) -> Begun[StepReport]:
-                group, loss = work[role]
-                return group.begin_step(minibatch, loss)
+                def begin(role: str, minibatch: Batch = minibatch) -> Begun[StepReport]:
+                    group, loss = work[role]
+                    return group.begin_step(minibatch, loss)
 
-            for role, report in self._together(list(work), begin).items():
-                trace.reports.setdefault(role, []).append(report)
+                for role, report in self._together(turn, begin).items():
+                    trace.reports.setdefault(role, []).append(report)
         return trace.reports
 
     def _together(self, roles: Sequence[str], begin: Callable[[str], Begun[T]]) -> dict[str, T]:
         """Results of work of all roles, by role: at the same time, in turns where they share devices."""
         found: dict[str, T] = {}
-        for turn in in_turns(roles, self.shared):
-            found |= zip(turn, results_of([begin(role) for role in turn]), strict=True)
+        shared = [frozenset(roles)] if self.one_at_a_time else self.policy.devices.shared
+        for turn in in_turns(roles, shared):
+            with self.policy.devices.at_work(*turn):
+                found |= zip(turn, results_of([begin(role) for role in turn]), strict=True)
         return found
 
     def take_idle_seconds(self) -> dict[str, float]:

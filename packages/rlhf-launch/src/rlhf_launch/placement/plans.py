@@ -25,6 +25,7 @@ from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.executor import WorkerPlan, WorkerRoom
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
+from rlhf_launch.workers.devices import ROLLOUT
 from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.train_rank import TrainWorker
 
@@ -216,6 +217,7 @@ def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_ra
         tensor_parallel_size=rollout.tensor_parallel_size,
         pipeline_parallel_size=rollout.pipeline_parallel_size,
         adapter_rank=adapter_rank,
+        shares_devices=any(ROLLOUT in members for members in config.shared),
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from rlhf_algos import can_begin_again
 
+from rlhf_launch.config.placement import REWARD
 from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
-from rlhf_launch.workers.devices import REWARD, ROLLOUT, SharedDevices
+from rlhf_launch.workers.devices import ROLLOUT, SharedDevices
 from rlhf_launch.workers.handles import CLOSE_TIMEOUT_S, close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup

@@ -17,9 +17,9 @@ from rlhf_rollout import (
     unreachable,
 )
 
+from rlhf_launch.config.placement import REWARD
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.samples.prompts import Prompt
-from rlhf_launch.workers.devices import REWARD
 from rlhf_launch.workers.train_group import TrainGroup
 
 _WITH_EPISODES = frozenset({"turns", "environment"})

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 ROLLOUT = "rollout"
 """The name of all rollout engines together, beside those of the training engines."""
-REWARD = "reward "
-"""What the names of reward models begin with."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -74,7 +74,20 @@ class RolloutPool:
                 self.begin()
             seconds = max(self.waits.gather(self._starting, what=what, workers=self._handles))
             self._capabilities = self._all("capabilities", what="state their capabilities")
+            self._check_sleep()
         return seconds
+
+    def _check_sleep(self) -> None:
+        """Refuse engines that cannot make way for those that share their accelerators."""
+        if not (neighbours := self.devices.neighbours(ROLLOUT)):
+            return
+        awake = [engine for engine, capabilities in enumerate(self._capabilities) if not capabilities.sleep]
+        if any(device is not None for engine in awake for device in self.devices_of(engine)):
+            raise ConfigError(
+                "the rollout backend cannot give its accelerator's memory back (capabilities.sleep), so that "
+                f"{', '.join(sorted(neighbours))} cannot share it; leave colocate_with out, or choose another "
+                "rollout.backend"
+            )
 
     @property
     def handles(self) -> Sequence[Handle]:

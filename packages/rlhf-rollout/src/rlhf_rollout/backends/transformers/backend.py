@@ -91,7 +91,7 @@ class TransformersBackend:
         cuda = torch.device(self._config.device).type == "cuda"
         kinds = {"local", "gloo", "shm", "disk"} | ({"nccl", "ipc"} if cuda else set())
         return BackendCapabilities(
-            transports=frozenset(kinds), partial_sync="values", token_scores=self._config.dtype
+            transports=frozenset(kinds), partial_sync="values", sleep=True, token_scores=self._config.dtype
         )
 
     @property
@@ -139,10 +139,12 @@ class TransformersBackend:
         return scores
 
     async def sleep(self) -> None:
-        """Does nothing, as the capabilities say."""
+        """See RolloutBackend: weights wait in host memory. What running requests had computed is computed again."""
+        await self._between_steps(lambda: self._move(torch.device("cpu")))
 
     async def wake(self) -> None:
-        """Does nothing; see `sleep`."""
+        """See RolloutBackend."""
+        await self._between_steps(lambda: self._move(torch.device(self._config.device)))
 
     def close(self) -> None:
         """See RolloutBackend. Requests still running end with EngineDiedError."""
@@ -192,6 +194,12 @@ class TransformersBackend:
         if self._loop.refuses:
             raise StaleWeightsError("the last weight sync failed; sync again before scoring")
         return score_rows(self._model, rows)
+
+    def _move(self, device: torch.device) -> None:
+        self._decoder.forget_states()
+        self._model.to(device)
+        if torch.device(self._config.device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def _take_weights(self, manifest: WeightManifest) -> None:
         try:

@@ -225,7 +225,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
         receivers=worker_count(config),
         stop_strings=not arguments["skip_tokenizer_init"],
         adapters=bool(arguments.get("enable_lora")),
-        sleep=config.device == "cpu" or bool(config.options.get("enable_sleep_mode", False)),
+        sleep=config.device == "cpu" or bool(arguments.get("enable_sleep_mode")),
         token_scores=score_precision(config),
     )
 

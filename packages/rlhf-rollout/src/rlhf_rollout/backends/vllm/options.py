@@ -29,6 +29,9 @@ _FIXED = {
 }
 _ONE_TOKEN_MORE = frozenset({"cohere2", "cohere2_moe"})
 """Model types whose windows are one token longer in vLLM than in Transformers, by which policies are trained."""
+_SHARED_UTILIZATION = 0.7
+"""Share of a GPU's memory that an engine takes which training engines share it with (vLLM's own default is 0.92):
+they leave their contexts there, and reward models stay while samples are drawn."""
 _CPU_BLOCK = 32
 """Tokens in a block of the key/value cache on CPU. Samples of one prompt share whole blocks only, so vLLM's own 128
 computes most prompts again for each sample; 32 is the smallest that its attention takes."""
@@ -137,6 +140,8 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         arguments |= {"enable_lora": True, "max_lora_rank": _adapter_room(config.adapter_rank)}
     if config.device == "cpu":
         arguments |= _cpu_arguments(config)
+    elif config.shares_devices:
+        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": _SHARED_UTILIZATION}
     return arguments | {name: value for name, value in config.options.items() if name not in _OWN}
 
 
@@ -165,6 +170,11 @@ def _check_options(config: RolloutConfig) -> None:
         if name not in known:
             hint = did_you_mean(name, known) or "see the fields of vLLM's EngineArgs"
             raise ConfigError(f"the vllm backend has no option {name!r}; {hint.strip()}")
+    if VLLMOptions.of(config).sleep_level == 2 and config.shares_devices:
+        raise ConfigError(
+            "rollout option sleep_level=2 drops the weights whenever a training engine takes its turn on the "
+            "devices, although they are not always sent anew before sampling goes on; use level 1"
+        )
     if VLLMOptions.of(config).sleep_level == 2 and config.adapter_rank:
         raise ConfigError("rollout option sleep_level=2 drops the weights that adapters belong to; use level 1")
 
