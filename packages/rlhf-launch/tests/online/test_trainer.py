@@ -10,6 +10,7 @@ from rlhf_core import ModelOutputs, SamplingConfig, Score, StepReport, Trajector
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.workers.begun import Begun
+from rlhf_launch.workers.devices import SharedDevices
 from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import ScoredGroup
 
@@ -21,6 +22,7 @@ class Engine:
 
     def __init__(self, name, ranks=1, others=()):
         self.name, self.ranks = name, ranks
+        self.devices = SharedDevices()
         self.scored, self.steps, self.metrics = [], [], {}
         self.busy, self.others = False, others
         self.seen = []
@@ -143,14 +145,13 @@ def test_remax_compares_with_the_greedy_score():
     assert metrics["reward_greedy"] == 0.375
 
 
-def ppo_trainer(**settings):
-    """A critic, a reference and a policy that know of each other."""
-    recipe = PPO(kl_coef=0.1)
-    made = trainer(recipe)
-    roles = [made.policy, made.critic, made.reference]
+def ppo_trainer(*shared, **plan):
+    """A critic, a reference and a policy that know of each other, and share devices in these sets."""
+    made = trainer(PPO(kl_coef=0.1), **plan)
+    roles, devices = [made.policy, made.critic, made.reference], SharedDevices(shared)
     for role in roles:
-        role.others = roles
-    return replace(made, **settings)
+        role.others, role.devices = roles, devices
+    return made
 
 
 def test_roles_with_devices_of_their_own_work_at_the_same_time():
@@ -161,7 +162,7 @@ def test_roles_with_devices_of_their_own_work_at_the_same_time():
 
 
 def test_roles_that_share_devices_work_in_turns():
-    run = ppo_trainer(shared=(frozenset({"policy", "reference", "critic"}),))
+    run = ppo_trainer({"policy", "reference", "critic"})
     batch, _ = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert [role.seen for role in (run.policy, run.critic, run.reference)] == [[set()] * 2, [set()] * 2, [set()]]
     apart, _ = ppo_trainer().step([group("a", 0.0, 1.0)], 0, PhaseClock())
@@ -170,10 +171,21 @@ def test_roles_that_share_devices_work_in_turns():
 
 
 def test_pairs_take_turns_side_by_side():
-    run = ppo_trainer(shared=(frozenset({"policy", "reference"}),))
+    run = ppo_trainer({"policy", "reference"})
     run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert run.reference.seen == [set()]  # after policy and critic
     assert run.critic.seen[0] == {"policy"}
+
+
+def test_on_shared_devices_each_role_takes_all_its_steps_in_one_turn():
+    run = ppo_trainer({"policy", "critic"}, minibatches=2)
+    took = []
+    for role in (run.policy, run.critic):
+        step = role.begin_step
+        role.begin_step = lambda batch, loss, role=role, step=step: (took.append(role.name), step(batch, loss))[1]
+    run.step([group("a", 0.0, 1.0), group("b", 1.0, 0.0)], 0, PhaseClock())
+    assert took == ["critic", "critic", "policy", "policy"]
+    assert rows(run.critic.steps) == rows(run.policy.steps)
 
 
 def test_a_single_update_needs_no_scoring_pass():
