@@ -138,7 +138,7 @@ def opo_advantages(
 
     The length is the number of sampled tokens.
     """
-    lengths = batch.response_mask.sum(dim=1).to(scores.dtype)
+    lengths = batch.response_mask.count_nonzero(dim=1).to(scores.dtype)
     weight = group_sum(lengths, group_ids).clamp(min=torch.finfo(scores.dtype).tiny)
     baseline = group_sum(scores * lengths, group_ids) / weight
     alone = group_sum(torch.ones_like(scores), group_ids) == 1

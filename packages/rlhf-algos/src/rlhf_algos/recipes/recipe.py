@@ -269,7 +269,7 @@ def with_old_log_probs(batch: Batch, source: OldLogProbs = "trainer") -> Batch:
 
 def prompt_tokens(group_ids: Int[Tensor, " rows"], batch: Batch) -> Float[Tensor, " rows"]:
     """Counted tokens of all responses to each row's prompt: the column of the aggregation `prompt_mean`."""
-    return group_sum(batch.response_mask.sum(dim=1).float(), group_ids)
+    return group_sum(batch.response_mask.count_nonzero(dim=1).float(), group_ids)
 
 
 def reference_kl(batch: Batch, kind: KLEstimator) -> Metrics:
@@ -291,7 +291,7 @@ def _finish(batch: Batch, corrections: tuple[OffPolicyCorrection, ...], metrics:
     metrics |= {
         "advantage": mean_of(batch["advantages"], mask),
         "advantage_abs": mean_of(batch["advantages"].abs(), mask),
-        "response_length": mean_of(mask.sum(dim=1)),
+        "response_length": mean_of(mask.count_nonzero(dim=1)),
     }
     missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch]
     if not missing:

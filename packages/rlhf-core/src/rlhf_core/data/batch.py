@@ -83,7 +83,7 @@ class Batch:
     @property
     def lengths(self) -> Int[Tensor, " rows"]:
         """Tokens per row, padding left out."""
-        return self.attention_mask.sum(dim=1)
+        return self.attention_mask.count_nonzero(dim=1)
 
     @property
     def unit_lengths(self) -> list[int]:
@@ -93,7 +93,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Tokens in the batch, padding left out."""
-        return int(self.attention_mask.sum())
+        return int(self.attention_mask.count_nonzero())
 
     def __getitem__(self, column: str) -> Tensor:
         try:
@@ -112,7 +112,8 @@ class Batch:
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows in the given order, trimmed to their longest row."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.token_ids.device)
-        width = max(1, int(self.lengths[index].max())) if len(rows) else self.token_ids.shape[1]
+        attention_mask = self.attention_mask.index_select(0, index)
+        width = max(1, int(attention_mask.count_nonzero(dim=1).max())) if len(rows) else self.token_ids.shape[1]
 
         def cut(tensor: Tensor) -> Tensor:
             return (tensor[:, :width] if tensor.dim() > 1 else tensor).index_select(0, index)
@@ -120,7 +121,7 @@ class Batch:
         return replace(
             self,
             token_ids=cut(self.token_ids),
-            attention_mask=cut(self.attention_mask),
+            attention_mask=attention_mask[:, :width],
             response_mask=cut(self.response_mask),
             columns={name: cut(tensor) for name, tensor in self.columns.items()},
             sample_ids=tuple(self.sample_ids[row] for row in rows) if self.sample_ids else (),
@@ -237,5 +238,5 @@ def masked_mean(
     values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
     """Mean where `mask` is True; 0 where nothing is."""
-    count = mask.sum() if dim is None else mask.sum(dim=dim)
+    count = mask.count_nonzero() if dim is None else mask.count_nonzero(dim=dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)

@@ -140,7 +140,7 @@ def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     values = values.detach().float()
     if mask is None:
         return Mean(total=float(values.sum()), weight=float(values.numel()))
-    return Mean(total=float(values.masked_fill(~mask, 0).sum()), weight=float(mask.sum()))
+    return Mean(total=float(values.masked_fill(~mask, 0).sum()), weight=float(mask.count_nonzero()))
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

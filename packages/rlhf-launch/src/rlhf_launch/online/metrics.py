@@ -38,7 +38,7 @@ class PhaseClock:
         """
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
         metrics["seconds/step"] = self._now() - self._begin
-        sampled, trained = int(batch.response_mask.sum()), batch.tokens
+        sampled, trained = int(batch.response_mask.count_nonzero()), batch.tokens
         for phase, tokens in (("rollout", sampled), ("score", trained), ("train", trained)):
             whole_step = phase == "rollout" and overlapping
             if seconds := metrics["seconds/step"] if whole_step else self.seconds.get(phase):
