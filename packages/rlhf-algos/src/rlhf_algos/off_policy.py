@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from rlhf_core import Batch, ConfigError, Mean, masked_mean, mean_of
+from rlhf_core import Batch, ConfigError, Mean, masked_mean, mean_of, row_parts
 from torch import Tensor
 
 from rlhf_algos.choices import check_choices
@@ -178,6 +178,15 @@ def mismatch_metrics(log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor,
     of chi^2(trainer || sampler); mismatch_chi2_sequence: the same of whole responses, whose variance
     importance weights have; mismatch_perplexity_ratio: mean over responses of the trainer's perplexity over
     the sampler's."""
+    parts = zip(row_parts(log_ratio), row_parts(mask), strict=True)
+    found = [_mismatch(ratios, counted) for ratios, counted in parts]
+    return {
+        name: Mean(total=sum(part[name].total for part in found), weight=sum(part[name].weight for part in found))
+        for name in found[0]
+    }
+
+
+def _mismatch(log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]) -> dict[str, Mean]:
     limit, rows = LOG_RATIO_LIMIT, mask.any(dim=1)
     limited = log_ratio.clamp(-limit, limit)
     whole = log_ratio.sum(dim=1).clamp(-limit, limit)

@@ -68,8 +68,10 @@ from rlhf_core.interfaces.loss import (
     Mean,
     Metric,
     ModelOutputs,
+    mean_by_parts,
     mean_of,
     merge_metrics,
+    row_parts,
 )
 from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
 from rlhf_core.interfaces.rollout import (
@@ -322,6 +324,7 @@ __all__ = [
     "log_probs_from_logits",
     "masked_mean",
     "masked_sum",
+    "mean_by_parts",
     "mean_of",
     "merge_metrics",
     "merged_weight",
@@ -343,6 +346,7 @@ __all__ = [
     "receive_weights",
     "release_sender",
     "restore_linear_layers",
+    "row_parts",
     "score_in_micro_batches",
     "send_weights",
     "settle_quantized",

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from rlhf_core import Largest, Loss, Mean, ModelOutputs, mean_of, merge_metrics
+from rlhf_core import Largest, Loss, Mean, ModelOutputs, mean_of, merge_metrics, row_parts
 from rlhf_core.interfaces.loss import zero_outputs
 from rlhf_core.testing.engine_ground import rows, supervised_loss
 
@@ -66,3 +66,16 @@ def test_rows_of_outputs():
     assert mine.scores.tolist() == [2, 3]
     assert mine.aux_loss.item() == 7
     assert mine.values is None
+
+
+def test_a_large_metric_is_that_of_its_parts():
+    values, mask = torch.randn(700, 1000), torch.rand(700, 1000) > 0.5
+    values[~mask] = torch.nan
+    assert len(row_parts(values)) == 3
+    assert torch.equal(torch.cat(row_parts(values)).isnan(), values.isnan())
+    found = mean_of(values, mask)
+    assert found.weight == mask.sum()
+    assert found.total == pytest.approx(float(values[mask].double().sum()), rel=1e-4, abs=1e-2)
+    assert mean_of(torch.ones(700, 1000), mask[:, :1]).total == 1000 * mask[:, :1].sum()
+    (whole,) = row_parts(values[:3])
+    assert whole.data_ptr() == values.data_ptr()

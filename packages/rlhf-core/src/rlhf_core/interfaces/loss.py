@@ -98,6 +98,9 @@ class LossTerms:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
+_CACHED = 1 << 18
+"""Numbers that are worked on at a time."""
+
 LossFunction = Callable[[ModelOutputs, Batch, Any], LossTerms]
 
 
@@ -137,10 +140,31 @@ def zero_outputs(batch: Batch, names: Sequence[str]) -> ModelOutputs:
 
 def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     """Metric from a tensor: its masked sum and the number of counted elements."""
-    values = values.detach().float()
+    values = values.detach()
     if mask is None:
-        return Mean(total=float(values.sum()), weight=float(values.numel()))
-    return Mean(total=float(values.masked_fill(~mask, 0).sum()), weight=float(mask.count_nonzero()))
+        return Mean(total=float(values.float().sum()), weight=float(values.numel()))
+    parts = zip(row_parts(values), row_parts(mask.expand_as(values)), strict=True)
+    total = sum(float(part.float().masked_fill(~counted, 0).sum()) for part, counted in parts)
+    return Mean(total=total, weight=float(mask.count_nonzero()))
+
+
+def mean_by_parts(values_of: Callable[..., Tensor], mask: Tensor, *columns: Tensor) -> Mean:
+    """`mean_of(values_of(*columns), mask)`, for values that are each row's own; see `row_parts`."""
+    means = [
+        mean_of(values_of(*parts), counted)
+        for counted, *parts in zip(row_parts(mask), *map(row_parts, columns), strict=True)
+    ]
+    return Mean(total=sum(mean.total for mean in means), weight=sum(mean.weight for mean in means))
+
+
+def row_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor [rows, ...] in parts of as many rows as a processor's cache holds; the whole of a small one.
+
+    What is computed of a whole batch of a step, part by part, needs no further memory of its size.
+    """
+    if tensor.numel() <= _CACHED:
+        return (tensor,)
+    return tensor.split(max(1, _CACHED * len(tensor) // tensor.numel()))
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+import numpy as np
 
 from rlhf_core.data.batch import RUN_TOGETHER, Batch
 from rlhf_core.model.attention.packed import has_dropout, is_packing
@@ -142,11 +142,10 @@ def _cut(batch: Batch, budget: TokenBudget) -> list[list[int]]:
 
 def prompts_of(batch: Batch) -> list[RowPrompt]:
     """The prompt of every row."""
-    tokens, counted = batch.token_ids.cpu(), batch.response_mask.int()
-    lengths = torch.where(counted.any(dim=1), counted.argmax(dim=1), batch.lengths).tolist()
+    tokens, counts = batch.token_ids.cpu().numpy(), batch.response_mask.cpu().numpy()
+    lengths = np.where(counts.any(axis=1), counts.argmax(axis=1), batch.lengths.cpu().numpy()).tolist()
     return [
-        RowPrompt(tokens=tokens[row, :length].numpy().tobytes(), length=length)
-        for row, length in enumerate(lengths)
+        RowPrompt(tokens=row[:length].tobytes(), length=length) for row, length in zip(tokens, lengths, strict=True)
     ]
 
 
