@@ -169,3 +169,12 @@ def test_large_heads_are_added_to_a_slice_at_a_time(monkeypatch):
     monkeypatch.setattr(module, "_OUTER_ROWS", 2)
     chunked_log_probs(hidden, head, targets, chunk=4)[0].sum().backward()
     assert torch.allclose(head.weight.grad, expected)
+
+
+def test_an_entropy_that_is_only_reported_changes_no_bit_of_the_gradient():
+    grads = []
+    for with_entropy in (False, True):
+        hidden, head, targets = case()
+        chunked_log_probs(hidden, head, targets, chunk=4, with_entropy=with_entropy)[0].sum().backward()
+        grads.append((hidden.grad, head.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))

@@ -1,8 +1,8 @@
 """Which workers a training engine gets, before any is placed."""
 
 import pytest
-from rlhf_core import EngineConfig, OptimizerConfig, ResourceError
-from rlhf_launch import rank_plans
+from rlhf_core import EngineConfig, OptimizerConfig, ResourceError, RolloutConfig
+from rlhf_launch import WorkerRoom, engine_plans, rank_plans
 
 POLICY = EngineConfig(model="m", optimizer=OptimizerConfig(learning_rate=1e-3))
 
@@ -17,3 +17,28 @@ def test_an_engine_of_one_rank_is_not_given_several():
     assert len(rank_plans("policy", "torch", POLICY)) == 1
     with pytest.raises(ResourceError, match="the engine torch has one rank, and 2 are asked for"):
         rank_plans("policy", "torch", POLICY, ranks=2)
+
+
+def threads(plans):
+    return [plan.env_vars.get("OMP_NUM_THREADS") for plan in plans]
+
+
+def test_the_workers_of_a_role_have_its_threads_between_them(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    room = WorkerRoom(threads=7)
+    config = EngineConfig(model="m")
+    assert threads(rank_plans("policy", "deepspeed", config, ranks=2, room=room)) == ["3", "3"]
+    assert threads(rank_plans("policy", "deepspeed", config, ranks=8, room=room)) == ["1"] * 8
+    rollout = RolloutConfig(model="m")
+    (plan,) = engine_plans("vllm", rollout, room=room)
+    assert (plan.env_vars["OMP_NUM_THREADS"], plan.env_vars["OMP_WAIT_POLICY"]) == ("7", "PASSIVE")
+    chosen = RolloutConfig(model="m", options={"cpu_threads": 2})
+    assert threads(engine_plans("vllm", chosen, room=room)) == ["2"]
+    assert threads(engine_plans("vllm", rollout)) == [None]
+
+
+def test_threads_that_the_user_has_set_stand(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    room = WorkerRoom(threads=8)
+    assert threads(rank_plans("policy", "deepspeed", EngineConfig(model="m"), ranks=2, room=room)) == ["5", "5"]
+    assert threads(engine_plans("vllm", RolloutConfig(model="m"), room=room)) == ["5"]

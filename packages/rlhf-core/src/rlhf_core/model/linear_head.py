@@ -93,7 +93,7 @@ class LinearLogProbs(torch.autograd.Function):
             normalised = _log_softmax(hidden[part], weight, bias, settings)
             log_probs[part] = normalised.gather(-1, targets[part, None]).squeeze(-1)
             if settings.with_entropy:
-                entropy[part] = -(normalised.exp() * normalised).sum(dim=-1)
+                entropy[part] = -torch.linalg.vecdot(normalised.exp(), normalised)
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         # The backward pass comes next and starts with the last chunk, so that one is not computed again.
@@ -108,6 +108,8 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         settings: ChunkSettings = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # An entropy that is only reported has no gradient, and costs none of the passes over the logits for it.
+        entropies = settings.with_entropy and bool(for_entropy.any())
         wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         to_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
@@ -121,7 +123,7 @@ class LinearLogProbs(torch.autograd.Function):
                 normalised,
                 targets[part],
                 for_log_probs[part],
-                (for_entropy[part], entropy[part]) if settings.with_entropy else None,
+                (for_entropy[part], entropy[part]) if entropies else None,
             )
             if settings.scaling.soft_cap is not None:
                 capped = _raw_logits(hidden[part], weight, bias, settings).div_(settings.scaling.soft_cap).tanh_()

@@ -15,6 +15,9 @@ class WorkerRoom:
 
     cpus: float = 0.25
     """CPU cores. Workers mostly take turns, so a share of a core is enough on a machine without GPUs."""
+    threads: int | None = None
+    """Threads that the role's workers on CPUs have between them while it is their turn; None for what each engine
+    takes by itself."""
     gpus: int | None = None
     """GPUs, for a worker on CUDA; None for what it needs: one a training rank, and tensor x pipeline parallel ones
     a rollout engine."""

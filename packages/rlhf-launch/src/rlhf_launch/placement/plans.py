@@ -118,10 +118,32 @@ def _room(config: WorkerNeeds, role: str) -> WorkerRoom:
     shared = [members for members in config.shared if role in members]
     return WorkerRoom(
         cpus=placement.cpus_per_worker if placed.cpus is None else placed.cpus,
+        threads=_threads_of_role(config),
         gpus=placed.gpus,
         devices=" + ".join(sorted(shared[0])) if shared else "",
         hosts=placed.hosts,
     )
+
+
+def _threads_of_role(config: WorkerNeeds) -> int:
+    """Threads of all workers of one role: roles mostly take turns, so each has all cores of this machine; half of
+    them where generation goes on during training."""
+    cores = len(os.sched_getaffinity(0))
+    overlap = config.rollout.overlap
+    return max(1, cores // 2) if overlap is not None and not overlap.pause_while_training else cores
+
+
+def _thread_vars(room: WorkerRoom, device: str, *, workers: int) -> dict[str, str]:
+    """Variables for the threads of each worker of a role; those that the user has set stand.
+
+    Threads that wait must not spin: the cores are others' then.
+    """
+    if room.threads is None or device.startswith("cuda"):
+        return {}
+    each = max(1, room.threads // workers)
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} if each > 1 else {}
+    chosen = {"OMP_NUM_THREADS": str(each)} | waiting
+    return {name: os.environ.get(name, value) for name, value in chosen.items()}
 
 
 def rank_plans(
@@ -141,7 +163,8 @@ def rank_plans(
         ResourceError: several ranks of an engine that has one.
     """
     room = room or WorkerRoom()
-    env_vars = plugin_env_vars(TRAIN_ENGINES, engine, config)
+    threads = _thread_vars(room, config.device, workers=ranks)
+    env_vars = threads | plugin_env_vars(TRAIN_ENGINES, engine, config)
     can = load_plugin(TRAIN_ENGINES, engine).capabilities(config)
     if ranks > 1 and not can.several_ranks:
         raise ResourceError(
@@ -187,7 +210,8 @@ def engine_plans(
         room: what is reserved for each.
     """
     room = room or WorkerRoom()
-    env_vars = plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
+    threads = _thread_vars(room, config.device, workers=engines)
+    env_vars = threads | plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
     needs = config.tensor_parallel_size * config.pipeline_parallel_size
     return [
         WorkerPlan(

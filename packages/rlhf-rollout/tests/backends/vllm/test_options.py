@@ -15,7 +15,7 @@ from transformers import Cohere2Config, MistralConfig
 
 
 def test_a_cpu_process_computes_with_one_thread_unless_told_otherwise() -> None:
-    assert env_vars(RolloutConfig(model="m"))["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in env_vars(RolloutConfig(model="m"))  # for whoever starts the process to say
     config = RolloutConfig(model="m", options={"cpu_threads": 8})
     assert env_vars(config)["OMP_NUM_THREADS"] == "8"
 

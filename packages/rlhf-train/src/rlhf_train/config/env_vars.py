@@ -16,10 +16,10 @@ def env_vars(config: EngineConfig) -> dict[str, str]:
     >>> env_vars(EngineConfig(model="m", device="cuda"))["DS_ACCELERATOR"]
     'cuda'
     """
-    return {
+    variables = {
         "DS_ACCELERATOR": config.device.split(":")[0],
-        # Spinning OpenMP threads of several ranks on shared cores slow each other down by a factor of ten.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+    # How many threads a rank has is for whoever places it to say; what the user says travels with it.
+    return variables | {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}

@@ -41,14 +41,15 @@ computes most prompts again for each sample; 32 is the smallest that its attenti
 class VLLMOptions:
     """The vllm backend's own entries of `RolloutConfig.options`; the others are fields of vLLM's EngineArgs."""
 
-    cpu_threads: int = 1
-    """Threads of the engine on a CPU. A process reads their number when it starts: see `env_vars`."""
+    cpu_threads: int | None = None
+    """Threads of the engine on a CPU; None for what `OMP_NUM_THREADS` says, else all cores. A process reads their
+    number when it starts: see `env_vars`."""
     sleep_level: int = 1
     """With `enable_sleep_mode`, what a sleeping engine does with its weights: 1 keeps them in host memory, 2 drops
     them, and they must be sent before sampling goes on."""
 
     def __post_init__(self) -> None:
-        if self.cpu_threads < 1:
+        if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ConfigError(f"rollout option cpu_threads must be at least 1, got {self.cpu_threads!r}")
         if self.sleep_level not in (1, 2):
             raise ConfigError(
@@ -80,10 +81,11 @@ def env_vars(config: RolloutConfig) -> dict[str, str]:
     }
     if config.device == "cpu":
         variables |= {
-            "OMP_NUM_THREADS": str(VLLMOptions.of(config).cpu_threads),
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
+        if (threads := VLLMOptions.of(config).cpu_threads) is not None:
+            variables["OMP_NUM_THREADS"] = str(threads)
     return variables
 
 
