@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 from rlhf_core import EngineDiedError
-from rlhf_launch.workers.begun import Begun, in_turns, results_of
+from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.waits import Waits
 
 
@@ -42,11 +42,6 @@ def test_a_failure_is_heard_of_whichever_role_is_waited_for():
     never = Future()
     with pytest.raises(EngineDiedError, match="critic-0"):
         results_of([begun("policy", never), begun("critic", failed(EngineDiedError("critic-0 is gone")))])
-
-
-def test_roles_that_share_nothing_have_one_turn():
-    assert in_turns(["policy", "reference", "critic"], []) == [["policy", "reference", "critic"]]
-    assert in_turns([], [frozenset({"a", "b"})]) == []
 
 
 def test_roles_that_share_devices_have_turns_of_their_own():

@@ -1,7 +1,7 @@
 import threading
 
 import pytest
-from rlhf_launch.workers.devices import SharedDevices, Tenant
+from rlhf_launch.workers.devices import SharedDevices, Tenant, in_turns, turns_by_phase
 
 
 class Record:
@@ -117,3 +117,31 @@ def test_one_that_cannot_come_is_not_there():
     assert "policy" not in devices.present
     with devices.at_work("critic"):
         assert devices.present == {"critic"}
+
+
+ROLES = ["policy", "critic", "reference", "reward model", "rollout"]
+
+
+def test_the_phases_of_roles_in_one_place():
+    assert turns_by_phase(ROLES, [set(ROLES)]) == {
+        "generate": [["reward model", "rollout"]],
+        "score": [["policy"], ["reference"], ["critic"]],
+        "train": [["critic"], ["policy"]],
+        "sync": [["policy", "rollout"]],
+    }
+
+
+def test_the_phases_of_pairs_name_those_who_share():
+    found = turns_by_phase(ROLES, [{"policy", "reference"}, {"critic", "reward model"}])
+    assert found == {
+        "generate": [["reward model"]],
+        "score": [["policy", "critic"], ["reference"]],
+        "train": [["critic", "policy"]],
+        "sync": [["policy"]],
+    }
+    assert turns_by_phase(ROLES, []) == {}
+
+
+def test_roles_that_share_nothing_have_one_turn():
+    assert in_turns(["policy", "reference", "critic"], []) == [["policy", "reference", "critic"]]
+    assert in_turns([], [frozenset({"a", "b"})]) == []

@@ -15,7 +15,8 @@ from rlhf_rollout import ScoredGroup
 from rlhf_launch.bundles.trace import Order, StepTrace
 from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import collate_groups, staleness
-from rlhf_launch.workers.begun import Begun, in_turns, results_of
+from rlhf_launch.workers.begun import Begun, results_of
+from rlhf_launch.workers.devices import in_turns
 from rlhf_launch.workers.train_group import TrainGroup
 
 T = TypeVar("T")

@@ -49,24 +49,3 @@ def results_of(begun: Sequence[Begun[T]]) -> list[T]:
         )
     )
     return [work.conclude(list(islice(found, len(work.calls)))) for work in begun]
-
-
-def in_turns(roles: Sequence[str], shared: Sequence[frozenset[str]]) -> list[list[str]]:
-    """Roles in turns: those of one turn have devices of their own and may work at the same time.
-
-    Args:
-        roles: each takes the first turn in which none shares a device with it.
-        shared: sets of roles that share devices.
-
-    >>> in_turns(["policy", "reference", "critic"], [frozenset({"policy", "reference"})])
-    [['policy', 'critic'], ['reference']]
-    """
-    turns: list[list[str]] = []
-    for role in roles:
-        beside = set[str]().union(*(names for names in shared if role in names))
-        free = next((turn for turn in turns if beside.isdisjoint(turn)), None)
-        if free is None:
-            turns.append([role])
-        else:
-            free.append(role)
-    return turns

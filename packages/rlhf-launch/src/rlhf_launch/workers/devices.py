@@ -135,29 +135,48 @@ class SharedDevices:
                 self._present.add(name)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
-    """A phase of a step, and who has memory on the shared devices in it."""
+def turns_by_phase(roles: Sequence[str], shared: Sequence[Collection[str]]) -> dict[str, list[list[str]]]:
+    """Who has memory on the shared devices in each phase of a step: turn after turn, those that are there at once.
 
-    name: str
-    turns: tuple[frozenset[str], ...]
-    """Those that are there at the same time, one turn after the other."""
-
-
-def phases(names: Sequence[str], trained: Sequence[str], rewards: Sequence[str]) -> list[Phase]:
-    """What each phase of a step needs on its devices, for a run of these engines.
-
-    Rewards are scored while samples arrive, so their models are needed together with the rollout engines; every
-    other role has a turn of its own.
+    Rewards are scored while samples arrive, so their models are needed together with the rollout engines.
 
     Args:
-        names: of all training engines but the reward models: `policy`, `critic`, `reference`.
-        trained: those whose weights change.
-        rewards: of the reward models.
+        roles: of the run: `policy`, `critic`, `reference`, reward models by name, `rollout`.
+        shared: sets of those that share devices.
+
+    >>> roles = ["policy", "critic", "reference", "reward model", "rollout"]
+    >>> turns_by_phase(roles, [{"policy", "reference"}, {"critic", "reward model"}])["score"]
+    [['policy', 'critic'], ['reference']]
     """
-    return [
-        Phase(name="generate", turns=(frozenset({ROLLOUT, *rewards}),)),
-        Phase(name="score", turns=tuple(frozenset({name}) for name in names)),
-        Phase(name="train", turns=tuple(frozenset({name}) for name in reversed(trained))),
-        Phase(name="sync", turns=(frozenset({"policy", ROLLOUT}),)),
-    ]
+    sharing = set[str]().union(*shared)
+    training = [role for role in ("policy", "reference", "critic") if role in roles]
+    samplers = [role for role in roles if role == ROLLOUT or role.startswith("reward ")]
+    phases = {
+        "generate": [samplers],
+        "score": in_turns(training, shared),
+        "train": in_turns([role for role in ("critic", "policy") if role in roles], shared),
+        "sync": [["policy", ROLLOUT]],
+    }
+    kept = {name: [[role for role in turn if role in sharing] for turn in turns] for name, turns in phases.items()}
+    return {name: found for name, turns in kept.items() if (found := [turn for turn in turns if turn])}
+
+
+def in_turns(roles: Sequence[str], shared: Sequence[Collection[str]]) -> list[list[str]]:
+    """Roles in turns: those of one turn have devices of their own and may work at the same time.
+
+    Args:
+        roles: each takes the first turn in which none shares a device with it.
+        shared: sets of roles that share devices.
+
+    >>> in_turns(["policy", "reference", "critic"], [{"policy", "reference"}])
+    [['policy', 'critic'], ['reference']]
+    """
+    turns: list[list[str]] = []
+    for role in roles:
+        beside = set[str]().union(*(names for names in shared if role in names))
+        free = next((turn for turn in turns if beside.isdisjoint(turn)), None)
+        if free is None:
+            turns.append([role])
+        else:
+            free.append(role)
+    return turns
