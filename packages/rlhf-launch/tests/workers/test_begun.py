@@ -42,10 +42,3 @@ def test_a_failure_is_heard_of_whichever_role_is_waited_for():
     never = Future()
     with pytest.raises(EngineDiedError, match="critic-0"):
         results_of([begun("policy", never), begun("critic", failed(EngineDiedError("critic-0 is gone")))])
-
-
-def test_roles_that_share_devices_have_turns_of_their_own():
-    everything = frozenset({"policy", "reference", "critic"})
-    assert in_turns(["policy", "reference", "critic"], [everything]) == [["policy"], ["reference"], ["critic"]]
-    pairs = [frozenset({"policy", "reference"}), frozenset({"critic", "reward"})]
-    assert in_turns(["policy", "reference", "critic"], pairs) == [["policy", "critic"], ["reference"]]

@@ -145,3 +145,10 @@ def test_the_phases_of_pairs_name_those_who_share():
 def test_roles_that_share_nothing_have_one_turn():
     assert in_turns(["policy", "reference", "critic"], []) == [["policy", "reference", "critic"]]
     assert in_turns([], [frozenset({"a", "b"})]) == []
+
+
+def test_roles_that_share_devices_have_turns_of_their_own():
+    everything = frozenset({"policy", "reference", "critic"})
+    assert in_turns(["policy", "reference", "critic"], [everything]) == [["policy"], ["reference"], ["critic"]]
+    pairs = [frozenset({"policy", "reference"}), frozenset({"critic", "reward"})]
+    assert in_turns(["policy", "reference", "critic"], pairs) == [["policy", "critic"], ["reference"]]
