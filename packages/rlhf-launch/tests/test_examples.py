@@ -7,7 +7,7 @@ import yaml
 from rlhf_algos import OfflineConfig, from_mapping, load_config
 from rlhf_launch import OnlineConfig
 
-EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("**/*.yaml"))
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 

@@ -316,7 +316,7 @@ def test_more_workers_than_the_cluster_has_are_refused(run, folder, tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     with (
         Reporter(tmp_path, steps=1, tensorboard=False) as reporter,
-        pytest.raises(ResourceError, match=r"needs 250.75 CPU for 1003 workers, the Ray cluster has"),
+        pytest.raises(ResourceError, match=r"needs 375.5 CPU for 1502 workers, the cluster has"),
         open_run(config, check_inputs(config), store, reporter),
     ):
         pass

@@ -8,17 +8,20 @@ import torch
 from rlhf_core import DType, ResourceError
 
 
-def choose_device(asked: str, *, elsewhere: bool = False) -> Literal["cpu", "cuda"]:
-    """`auto` is cuda where torch finds a GPU. `elsewhere`: the work may run on other hosts than this one.
+def choose_device(asked: str, *, gpus: int | None = None) -> Literal["cpu", "cuda"]:
+    """`auto` is cuda where there is a GPU.
+
+    Args:
+        asked: `auto`, `cpu` or `cuda`.
+        gpus: how many there are where the work runs; looked for on this host if not given.
 
     Raises:
         ResourceError: cuda is asked for and there is none.
     """
-    found = torch.cuda.is_available()
-    if asked == "cuda" and not found and not elsewhere:
-        raise ResourceError(
-            "placement.device=cuda, but torch finds no GPU here; say cpu, or give a cluster's address"
-        )
+    found = torch.cuda.is_available() if gpus is None else gpus > 0
+    if asked == "cuda" and not found:
+        where = "torch finds no GPU here" if gpus is None else "there is no GPU where the workers would run"
+        raise ResourceError(f"placement.device=cuda, but {where}; say cpu, or give the address of another cluster")
     if asked == "auto":
         return "cuda" if found else "cpu"
     return "cuda" if asked == "cuda" else "cpu"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
+from ipaddress import ip_network
 from typing import Any, ClassVar, Literal
 
 from rlhf_core import ConfigError, DType, LoraConfig, OptimizerConfig, Schedule
@@ -283,5 +284,13 @@ class PlacementSection:
         for name in ("cpus_per_worker", "restarts", "engine_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"placement.{name} must not be negative, got {getattr(self, name)}")
+        if self.interface is not None and "/" in self.interface:
+            try:
+                ip_network(self.interface, strict=False)
+            except ValueError as error:
+                raise ConfigError(
+                    f"placement.interface={self.interface!r} is no network: {error}; write e.g. 10.1.0.0/16, or "
+                    "the name of an interface"
+                ) from None
         if not self.timeout_s > 0:
             raise ConfigError(f"placement.timeout_s must be positive, got {self.timeout_s}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -177,7 +178,10 @@ class OfflineConfig:
     @property
     def device(self) -> str:
         """Where the models run, `auto` resolved."""
-        return choose_device(self.placement.device, elsewhere=self.placement.ray_address is not None)
+        asked = self.placement.device
+        # Whether the hosts of a cluster have GPUs is for the launcher to find out.
+        elsewhere = self.placement.ray_address is not None or "RAY_ADDRESS" in os.environ
+        return choose_device(asked, gpus=1 if asked == "cuda" and elsewhere else None)
 
     def engine(self, total_steps: int | None, *, frozen: str | None = None) -> EngineConfig:
         """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""

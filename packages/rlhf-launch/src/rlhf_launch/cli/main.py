@@ -19,6 +19,7 @@ from rlhf_launch.cli.errors import run_command
 from rlhf_launch.cli.generate import generate
 from rlhf_launch.cli.merge_lora import merge_lora
 from rlhf_launch.cli.offline import offline
+from rlhf_launch.cli.plan import PlanGPUs, PlanHosts, PrintPlan, imagined
 from rlhf_launch.cli.replay import replay
 from rlhf_launch.cli.simulate import simulate
 
@@ -76,6 +77,9 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete configuration and stop.")
     ] = False,
+    print_plan: PrintPlan = False,
+    hosts: PlanHosts = None,
+    gpus_per_host: PlanGPUs = None,
 ) -> None:
     """Improve a policy by reinforcement learning, as CONFIG says."""
 
@@ -89,6 +93,11 @@ def train(
             from rlhf_launch.cli.configuration import printed
 
             typer.echo(printed(run_config), nl=False)
+            return
+        if print_plan:
+            from rlhf_launch.placement.overview import online_plan
+
+            typer.echo(online_plan(run_config, imagined(hosts, gpus_per_host)))
             return
         from rlhf_launch.online import run as online
 

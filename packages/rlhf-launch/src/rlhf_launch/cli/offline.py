@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rlhf_launch.cli.errors import run_command
+from rlhf_launch.cli.plan import PlanGPUs, PlanHosts, PrintPlan, imagined
 
 
 def offline(
@@ -23,6 +24,9 @@ def offline(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete configuration and stop.")
     ] = False,
+    print_plan: PrintPlan = False,
+    hosts: PlanHosts = None,
+    gpus_per_host: PlanGPUs = None,
 ) -> None:
     """Train on a data set (SFT, DPO, reward models, ...) with ZeRO-3 ranks placed by Ray."""
 
@@ -34,6 +38,11 @@ def offline(
             from rlhf_launch.cli.configuration import printed
 
             typer.echo(printed(settings), nl=False)
+            return
+        if print_plan:
+            from rlhf_launch.offline.run import offline_plan
+
+            typer.echo(offline_plan(settings, imagined(hosts, gpus_per_host)))
             return
         from rlhf_algos import ProgressBar
 

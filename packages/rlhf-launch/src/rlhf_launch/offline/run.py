@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Literal
 
-from rlhf_algos import EngineFactory, OfflineConfig, OfflineEvent, TrainResult, train
+from rlhf_algos import EngineFactory, OfflineConfig, OfflineEvent, TrainResult, choose_device, choose_dtype, train
 from rlhf_core import (
     TRAIN_ENGINES,
     CapabilityError,
@@ -17,10 +19,12 @@ from rlhf_core import (
     WeightSource,
 )
 
-from rlhf_launch.placement.executor import Executor, WorkerRoom
+from rlhf_launch.placement.executor import Executor, WorkerPlan, WorkerRoom
+from rlhf_launch.placement.layout import Host
+from rlhf_launch.placement.overview import overview
 from rlhf_launch.placement.plans import rank_plans
-from rlhf_launch.placement.ray_address import check_address
-from rlhf_launch.placement.resolve import load_plugin_checked
+from rlhf_launch.placement.ray_address import cluster_address
+from rlhf_launch.placement.resolve import check_cluster, hosts_there, load_plugin_checked
 from rlhf_launch.placement.start import open_executor
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.waits import Waits
@@ -57,8 +61,8 @@ def train_offline(
             f"placement.executor=local runs one rank in this process; train.ranks={config.train.ranks} needs ray"
         )
     load_plugin_checked(TRAIN_ENGINES, config.train.engine_name)
-    if needs_ray(config) and config.placement.ray_address is not None:
-        check_address(config.placement.ray_address)
+    if needs_ray(config):
+        config = replace(config, placement=replace(config.placement, device=_device(config)))
     with _engines(config) as engines:
         start = {"resume": resume, "overwrite": overwrite}
         return train(config, **start, on_event=on_event, engines=engines, say=say, stop=stop)
@@ -67,8 +71,40 @@ def train_offline(
 def needs_ray(config: OfflineConfig) -> bool:
     """Whether Ray places the ranks: if it is asked for, or needed."""
     placement = config.placement
-    needed = config.train.ranks > 1 or placement.ray_address is not None
+    needed = config.train.ranks > 1 or cluster_address(placement.ray_address) is not None
     return placement.executor == "ray" or (placement.executor == "auto" and needed)
+
+
+def _device(config: OfflineConfig) -> Literal["cpu", "cuda"]:
+    """The device of the ranks, by what the hosts have on which they will be."""
+    placement = config.placement
+    if placement.device == "cpu":
+        check_cluster(placement.ray_address)
+        return "cpu"
+    return choose_device(placement.device, gpus=sum(host.gpus for host in hosts_there(placement.ray_address)))
+
+
+def offline_plan(config: OfflineConfig, hosts: Sequence[Host] | None = None) -> str:
+    """Where the ranks of a run would sit, and with what options; nothing is started or loaded.
+
+    Args:
+        config: the run.
+        hosts: where they would be; looked for if not given.
+
+    Raises:
+        UserError: they cannot be placed there, or the engine cannot honour its settings.
+    """
+    if hosts is None:
+        hosts = hosts_there(config.placement.ray_address)
+    device = choose_device(config.placement.device, gpus=sum(host.gpus for host in hosts))
+    here = replace(config, placement=replace(config.placement, device="cpu"))
+    engine_config = replace(here.engine(1), device=device, dtype=choose_dtype(config.model.dtype, device))
+    return overview(_plans(config, engine_config), hosts)
+
+
+def _plans(run: OfflineConfig, config: EngineConfig) -> list[WorkerPlan]:
+    room = WorkerRoom(cpus=run.placement.cpus_per_worker)
+    return rank_plans(config.role, run.train.engine_name, config, ranks=run.train.ranks, room=room)
 
 
 @contextmanager
@@ -90,7 +126,7 @@ def _engines(run: OfflineConfig) -> Iterator[EngineFactory]:
 
 def _executor(run: OfflineConfig) -> Executor:
     kind, placement = "ray" if needs_ray(run) else "local", run.placement
-    return open_executor(kind, ray_address=placement.ray_address, timeout_s=placement.timeout_s)
+    return open_executor(kind, placement=placement)
 
 
 class PlacedEngine(TrainGroup):
@@ -103,10 +139,8 @@ class PlacedEngine(TrainGroup):
 
     def __init__(self, config: EngineConfig, run: OfflineConfig, executor: Executor) -> None:
         self._executor: Executor | None = executor
-        train, placement = run.train, run.placement
-        room = WorkerRoom(cpus=placement.cpus_per_worker)
-        plans = rank_plans(config.role, train.engine_name, config, ranks=train.ranks, room=room)
-        super().__init__(config.role, executor.place(plans), waits=Waits(placement.timeout_s))
+        handles = executor.place(_plans(run, config))
+        super().__init__(config.role, handles, waits=Waits(run.placement.timeout_s))
 
     def weights(self) -> WeightSource:
         """Not here: the weights are spread over the workers, and travel by their own links."""

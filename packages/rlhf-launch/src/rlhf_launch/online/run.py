@@ -31,6 +31,7 @@ from rlhf_launch.online.loop import OnlineRun, OnStep, evaluate, restore, run_st
 from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.online.report import Reporter, plot_run
 from rlhf_launch.online.setup import open_run
+from rlhf_launch.placement.fill import filled_here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,9 @@ def _train(
         console.print(line, soft_wrap=True)
 
     start.check(config.output)
+    config, layout = filled_here(config)
+    if layout is not None:
+        say(f"  {layout}")
     inputs, store = check_inputs(config), checkpoint_store(config, say=say)
     _describe(config, inputs, console)
     checked = [inputs]

@@ -7,14 +7,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlhf_core import STOP_SIGNALS, EngineDiedError, ResourceError
 
 from rlhf_launch.placement.executor import WorkerPlan
+from rlhf_launch.placement.layout import Host
 from rlhf_launch.placement.ray_address import check_address
+from rlhf_launch.placement.ray_bundles import Place, Reservation, hosts_of, place_in
 from rlhf_launch.placement.ray_handle import PULSE, RayHandle
 from rlhf_launch.placement.reachability import Door, DoorWatch
 from rlhf_launch.placement.scratch import ScratchFolder
@@ -37,9 +39,23 @@ class RayCluster:
     """Workers whose processes died."""
 
     def __init__(
-        self, address: str | None = None, *, transports: Sequence[str] = ("gloo",), timeout_s: float = 600.0
+        self,
+        address: str | None = None,
+        *,
+        transports: Sequence[str] = ("gloo",),
+        timeout_s: float = 600.0,
+        env_vars: Mapping[str, str] | None = None,
     ) -> None:
+        """Join a cluster, or start one.
+
+        Args:
+            address: of an existing cluster; None starts one on this host.
+            transports: see Executor.
+            timeout_s: how long to wait for room.
+            env_vars: variables for all workers.
+        """
         self.transports = transports
+        self._variables = dict(env_vars or {})
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Started by `uv run`, Ray would start every worker through uv again, which syncs the environment.
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -52,8 +68,8 @@ class RayCluster:
         self._ray = ray
         self._timeout_s = timeout_s
         self._address = address
-        self._group: Any = None
-        self._slots: dict[str, tuple[int, WorkerPlan]] = {}
+        self._rooms: list[Reservation] = []
+        self._places: dict[str, tuple[Reservation, Place]] = {}
         self._handles: list[RayHandle] = []
         self._nodes: dict[Door, str] = {}
         """The node behind the door of each raylet, and of the head (`_HEAD`)."""
@@ -92,40 +108,17 @@ class RayCluster:
             self.close()
             raise
 
-    def check_resources(self, plans: Sequence[WorkerPlan]) -> None:
-        """Refuse a run that can never be placed, before anything heavy is started.
+    def place(self, plans: Sequence[WorkerPlan]) -> list[RayHandle]:
+        """Reserve room for all workers at once, then start them all (they meet while starting).
 
         Raises:
-            ResourceError: what is needed, what there is, and what to change.
+            ResourceError: there is no room, with what is needed and what there is.
         """
-        available = self._ray.cluster_resources()
-        for resource, need in {
-            "CPU": sum(plan.cpus for plan in plans),
-            "GPU": sum(plan.gpus for plan in plans),
-        }.items():
-            have = available.get(resource, 0)
-            if need > have + 1e-6:
-                roles = ", ".join(f"{plan.name} ({getattr(plan, resource.lower() + 's'):g})" for plan in plans)
-                raise ResourceError(
-                    f"the run needs {need:g} {resource} for {len(plans)} workers, the Ray cluster has {have:g}: "
-                    f"{roles}. Use fewer `train.ranks` or `rollout.engines`, a lower "
-                    f"`placement.{resource.lower()}s_per_worker`, or a larger cluster"
-                )
-
-    def place(self, plans: Sequence[WorkerPlan]) -> list[RayHandle]:
-        """Reserve room for all workers at once, then start them all (they meet while starting)."""
-        from ray.util.placement_group import placement_group
-
-        self.check_resources(plans)
+        layout = place_in(self._ray, plans)
         self._watch_doors()
-        bundles = [{"CPU": plan.cpus, **({"GPU": plan.gpus} if plan.gpus else {})} for plan in plans]
-        self._group = placement_group(bundles, strategy="PACK")
-        if not self._group.wait(timeout_seconds=self._timeout_s):
-            raise ResourceError(
-                f"the Ray cluster gave no room for {len(plans)} workers within {self._timeout_s:g} s; other jobs "
-                "may hold its resources (see `ray status`)"
-            )
-        self._slots = {plan.name: (index, plan) for index, plan in enumerate(plans)}
+        room = Reservation(self._ray, layout, timeout_s=self._timeout_s)
+        self._rooms.append(room)
+        self._places |= {name: (room, place) for name, place in room.places.items()}
         return [self._start_worker(plan.name) for plan in plans]
 
     def restart(self, name: str) -> RayHandle:
@@ -140,16 +133,14 @@ class RayCluster:
         return self._start_worker(name)
 
     def _start_worker(self, name: str) -> RayHandle:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        index, plan = self._slots[name]
+        room, place = self._places[name]
+        plan = place.plan
         options: dict[str, Any] = {
-            "num_cpus": plan.cpus,
-            "num_gpus": plan.gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=index
-            ),
-            "runtime_env": {"env_vars": self._env_vars(plan)},
+            # The bundle has been given what the worker needs.
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "scheduling_strategy": room.strategy(place.bundle),
+            "runtime_env": {"env_vars": self._env_vars(place)},
         }
         if plan.concurrency is not None:
             options["max_concurrency"] = plan.concurrency
@@ -202,11 +193,12 @@ class RayCluster:
             elif handle.place is not None and handle.place.node == node:
                 handle.lose(EngineDiedError(f"{handle.described} is lost with its host: {why}"))
 
-    def _env_vars(self, plan: WorkerPlan) -> dict[str, str]:
-        """What the plan says; and a worker's temporary files go with the cluster, however either ends."""
-        if self._scratch is None or "TMPDIR" in os.environ:
-            return dict(plan.env_vars)
-        return {"TMPDIR": str(self._scratch.path / "tmp"), **plan.env_vars}
+    def _env_vars(self, place: Place) -> dict[str, str]:
+        """What place and plan say; and a worker's temporary files go with the cluster, however either ends."""
+        found = {**place.env_vars, **self._variables, **place.plan.env_vars}
+        if self._scratch is not None and "TMPDIR" not in os.environ:
+            found.setdefault("TMPDIR", str(self._scratch.path / "tmp"))
+        return found
 
     @property
     def _logs(self) -> Path | None:
@@ -220,11 +212,10 @@ class RayCluster:
         start.
         """
         self._watch.close()
-        if self._group is not None and self._lost is None:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(self._group)
-        self._group = None
+        while self._rooms:
+            room = self._rooms.pop()
+            if self._lost is None:
+                room.release()
         if not self._owned and self._lost is None:
             return  # whoever has started Ray, or joined it, also stops it; a lost cluster is of no use to anyone
         if self._ray.is_initialized():
@@ -244,6 +235,20 @@ class RayCluster:
         for handle in self._handles:
             if handle.place is not None and handle.place.node == here:
                 handle.place.kill()
+
+
+def cluster_hosts(address: str) -> list[Host]:
+    """The hosts of a cluster, with all that they have; joins it for a moment unless this process is in it.
+
+    Raises:
+        ConfigError: the text is no address.
+        ResourceError: nothing answers there.
+    """
+    cluster = RayCluster(address)
+    try:
+        return hosts_of(cluster._ray)
+    finally:
+        cluster.close()
 
 
 @contextlib.contextmanager

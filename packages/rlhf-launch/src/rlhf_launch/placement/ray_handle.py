@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import EngineDiedError
+from rlhf_core import EngineDiedError, RLHFError, UserError
 
 from rlhf_launch.workers.handles import finished
 from rlhf_launch.workers.process import use_address
@@ -48,7 +48,7 @@ class RayHandle:
         self._logs, self._on_death = logs, on_death
         self._lock = threading.Lock()
         self._under_way: set[Future[Any]] = set()
-        self._lost: EngineDiedError | None = None
+        self._lost: RLHFError | None = None
 
     @property
     def described(self) -> str:
@@ -60,8 +60,11 @@ class RayHandle:
         """Ask the worker where it runs, ahead of its first call, which then has this host's address, too."""
 
         def note(done: Future[Any]) -> None:
-            if done.exception() is None:
+            error = done.exception()
+            if error is None:
                 self.place = done.result()
+            elif isinstance(cause := _first_cause(self.name, "settling in", error), UserError):
+                self.lose(cause)
 
         actor: Any = self._actor
         actor.__ray_call__.remote(_settle_in).future().add_done_callback(note)
@@ -100,7 +103,7 @@ class RayHandle:
         raw.add_done_callback(settle)
         return future
 
-    def lose(self, error: EngineDiedError) -> None:
+    def lose(self, error: RLHFError) -> None:
         """Let all calls fail by this error, those under way and later ones: the worker is out of reach."""
         with self._lock:
             if self._lost is not None:

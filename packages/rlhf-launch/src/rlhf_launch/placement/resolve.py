@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal, Protocol
@@ -13,7 +15,9 @@ from rlhf_launch.config.placement import OnlinePlacementSection
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
 from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.placement.ray_address import check_address
+from rlhf_launch.placement.layout import Host
+from rlhf_launch.placement.ray import cluster_hosts
+from rlhf_launch.placement.ray_address import check_address, cluster_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +76,15 @@ class WorkerNeeds(Protocol):
         ...
 
 
-def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBackends:
-    """Resolve every `auto`. Nothing heavy is imported. `trains` is False where no policy is trained.
+def resolve_backends(
+    config: WorkerNeeds, *, trains: bool = True, hosts: Sequence[Host] | None = None
+) -> ResolvedBackends:
+    """Resolve every `auto`. Nothing heavy is imported.
+
+    Args:
+        config: what is asked for.
+        trains: False where no policy is trained.
+        hosts: where the workers will be; looked for if not given.
 
     Raises:
         PluginError: a part is asked for by name and not installed.
@@ -84,8 +95,11 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
     executor = _pick("placement", config.placement.executor, "ray", "local", "all in one process", reasons)
     engine = _pick("training", config.train.engine, "deepspeed", "torch", "single-process torch", reasons)
     backend = _pick("rollout", config.rollout.backend, "vllm", "transformers", "readable, slower", reasons)
-    if executor == "ray" and config.placement.ray_address is not None:
-        check_address(config.placement.ray_address)
+    asked = config.placement.device
+    if hosts is None and executor == "ray" and asked != "cpu":
+        hosts = hosts_there(config.placement.ray_address)
+    elif hosts is None and executor == "ray":
+        check_cluster(config.placement.ray_address)
     load_plugin_checked(TRAIN_ENGINES, engine)
     load_plugin_checked(ROLLOUT_BACKENDS, backend)
     ranks = {"train.ranks": config.train.ranks if trains else 1}
@@ -99,10 +113,9 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
             f"the local executor runs one rank and one engine in this process; {most}={ranks[most]} "
             f"and rollout.engines={config.rollout.engines} need placement.executor=ray"
         )
-    asked, elsewhere = config.placement.device, config.placement.ray_address is not None
-    device = choose_device(asked, elsewhere=elsewhere)
+    device = choose_device(asked, gpus=None if hosts is None else sum(host.gpus for host in hosts))
     dtype = choose_dtype(config.model.dtype, device)
-    reasons.append(f"device: {device}" + (" (torch finds no GPU)" if asked == "auto" and device == "cpu" else ""))
+    reasons.append(f"device: {device}" + (" (there is no GPU)" if asked == "auto" and device == "cpu" else ""))
     reasons.append(f"dtype: {dtype}" + (f" (auto on {device})" if config.model.dtype == "auto" else ""))
     return ResolvedBackends(
         executor=executor,  # type: ignore[arg-type]
@@ -112,6 +125,33 @@ def resolve_backends(config: WorkerNeeds, *, trains: bool = True) -> ResolvedBac
         dtype=dtype,
         reasons=tuple(reasons),
     )
+
+
+def check_cluster(ray_address: str | None) -> None:
+    """Knock at the cluster that would be joined, if one would.
+
+    Raises:
+        ConfigError: the address is none.
+        ResourceError: no cluster answers there.
+    """
+    if (address := cluster_address(ray_address)) is not None:
+        check_address(address)
+
+
+def hosts_there(ray_address: str | None) -> list[Host]:
+    """The hosts that workers can be on: those of the cluster that is joined, else this one.
+
+    Raises:
+        ConfigError: the address is none.
+        ResourceError: no cluster answers there.
+    """
+    address = cluster_address(ray_address)
+    if address is not None:
+        check_address(address)
+        return cluster_hosts(address)
+    import torch
+
+    return [Host(name="this host", gpus=torch.cuda.device_count(), cpus=os.cpu_count() or 1)]
 
 
 def resolved(config: OnlineConfig, backends: ResolvedBackends) -> OnlineConfig:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from rlhf_algos import can_begin_again
+from rlhf_algos import PlacementSection, can_begin_again
 
 from rlhf_launch.config.placement import REWARD
 from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
+from rlhf_launch.placement.ray_address import cluster_address, worker_env_vars
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
 from rlhf_launch.workers.devices import ROLLOUT, SharedDevices
 from rlhf_launch.workers.handles import CLOSE_TIMEOUT_S, close_workers
@@ -34,32 +35,31 @@ class Workers:
     """What placed them; it starts replacements."""
 
 
-def open_executor(
-    kind: str, *, device: str = "cpu", ray_address: str | None = None, timeout_s: float = 600.0
-) -> Executor:
+def open_executor(kind: str, *, device: str = "cpu", placement: PlacementSection | None = None) -> Executor:
     """The executor of a kind: `local` or `ray`.
 
     Args:
         kind: `local` keeps all workers in this process, `ray` makes each an actor.
         device: `cuda` or `cpu`; decides how weights can travel.
-        ray_address: an existing cluster; None starts a local one.
-        timeout_s: how long to wait for room in the cluster.
+        placement: which cluster is joined or started, how long to wait for room in it, and what its workers know of
+            this process and of the network.
     """
     if kind == "local":
         return LocalExecutor()
+    placement = placement or PlacementSection()
     transports = ("ipc", "nccl", "gloo") if device.startswith("cuda") else ("shm", "gloo")
-    return RayCluster(ray_address, transports=transports, timeout_s=timeout_s)
+    address = cluster_address(placement.ray_address)
+    return RayCluster(
+        address,
+        transports=transports,
+        timeout_s=placement.timeout_s,
+        env_vars=worker_env_vars(placement, joined=address is not None),
+    )
 
 
 def executor_of(config: WorkerNeeds, backends: ResolvedBackends) -> Executor:
     """The executor that a configuration names."""
-    placement = config.placement
-    return open_executor(
-        backends.executor,
-        device=backends.device,
-        ray_address=placement.ray_address,
-        timeout_s=placement.timeout_s,
-    )
+    return open_executor(backends.executor, device=backends.device, placement=config.placement)
 
 
 @contextmanager

@@ -1,0 +1,175 @@
+"""The published layouts as files that resolve to them; what a plan says, and refuses, without a cluster."""
+
+import re
+from pathlib import Path
+
+import pytest
+from rlhf_algos import from_mapping
+from rlhf_launch.cli.main import app
+from rlhf_launch.config.run import OnlineConfig
+from rlhf_launch.placement import fill
+from rlhf_launch.placement.layout import Host
+from typer.testing import CliRunner
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "placement"
+EIGHT = "0-1 2-3 4-5 6-7"
+EVERYONE = ("policy", "critic", "reference", "reward model")
+LAYOUTS = {
+    "7b-separate": {
+        "policy": {1: "0-3"},
+        "critic": {1: "4-7"},
+        "reference": {2: "4-5"},
+        "reward model": {2: "6-7"},
+        "rollout": {2: "0-3"},
+    },
+    "13b-separate": {
+        "policy": {1: "0-7"},
+        "critic": {2: "0-7"},
+        "reference": {4: "0-3"},
+        "reward model": {4: "4-7"},
+        "rollout": {3: "0-7"},
+    },
+    "34b-separate": {
+        "policy": {2: "0-7"},
+        "critic": {3: "0-7"},
+        "reference": {4: "0-3"},
+        "reward model": {4: "4-7"},
+        "rollout": {1: EIGHT},
+    },
+    "70b-separate": {
+        "policy": {3: "0-3"},
+        "critic": {3: "4-7"},
+        "reference": {4: "0-3"},
+        "reward model": {4: "4-7"},
+        "rollout": {1: "0-3 4-7", 2: "0-3 4-7"},
+    },
+    "70b-pairs": {
+        "policy": {2: "0-3"},
+        "critic": {2: "4-7"},
+        "reference": {2: "0-3"},
+        "reward model": {2: "4-7"},
+        "rollout": {1: EIGHT},
+    },
+    **{
+        f"{size}-colocated": {
+            **{role: dict.fromkeys(range(1, hosts + 1), "0-7") for role in EVERYONE},
+            "rollout": dict.fromkeys(range(1, hosts + 1), engines),
+        }
+        for size, hosts, engines in (("7b", 2, "0-7"), ("13b", 4, "0-7"), ("34b", 4, EIGHT), ("70b", 4, "0-3 4-7"))
+    },
+}
+
+
+def plan(*arguments):
+    result = CliRunner().invoke(app, ["train", *arguments, "--print-plan"])
+    return result.exit_code, result.output
+
+
+def cells(table):
+    return [re.split(r"\s{2,}", line.strip()) for line in table.strip().splitlines()]
+
+
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the packages here")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_layout_resolves_to_its_table(name):
+    expected = LAYOUTS[name]
+    hosts = max(host for role in expected.values() for host in role)
+    code, text = plan(str(EXAMPLES / f"{name}.yaml"), "--hosts", str(hosts), "--gpus-per-host", "8")
+    assert code == 0, text
+    assert text.startswith(f"{hosts} host(s), {8 * hosts} of {8 * hosts} GPUs")
+    rows = cells(text)[3:]
+    found: dict = {}
+    for role, _, host, gpus, *_ in rows:
+        found.setdefault(role, {})[int(host.removeprefix("host "))] = gpus
+    assert found == expected
+    lines = {row[0]: " ".join(row) for row in rows}
+    assert all("stage=3 offload_optimizer=true" in lines[role] for role in ("policy", "critic", "reference"))
+    if name.endswith("pairs"):
+        assert ("reference" in lines["policy"], "reward model" in lines["critic"]) == (True, True)
+        assert "offload_parameters=true" in lines["reward model"]
+        assert "offload_parameters" not in lines["policy"]
+
+
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the packages here")
+def test_every_example_has_its_table():
+    assert {path.stem for path in EXAMPLES.glob("*.yaml") if re.match(r"\d+b-", path.stem)} == set(LAYOUTS)
+
+
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the packages here")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["rollout.tensor_parallel_size=16"], "a worker of rollout needs 16 GPUs, and the largest host has 8"),
+        (["train.ranks=16", "train.sequence_parallel_size=16"], "16 ranks of policy must sit on one host"),
+        (["train.options.zero_hpz_partition_size=3"], "4 rank(s) cannot be cut into groups of 3"),
+        (["train.ranks=64"], "the run needs 136 GPU for 200 workers, the cluster has 32"),
+        (["placement.reference.hosts=3"], "4 GPUs cannot be spread evenly over 3 hosts"),
+        (["placement.reference.colocate_with=critik"], "colocate_with='critik' is no role"),
+        (["placement.reward.moodel.ranks=2"], "the reward has no part of this name"),
+        (["placement.policy.ranks=2"], "has another name now; write train.ranks"),
+        (
+            ["algorithm.name=grpo", "rollout.samples_per_prompt=4"],
+            "placement.reward.model.colocate_with: this run has",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(changes, message):
+    code, text = plan(str(EXAMPLES / "70b-pairs.yaml"), *changes, "--hosts", "4")
+    assert code == 2
+    assert message in " ".join(text.split())
+
+
+def config(**changes):
+    settings = {"model": "m", "data": {"train": "a.jsonl"}, "reward": {"function": "m:f"}}
+    settings["algorithm"] = {"name": "grpo", "kl_coef": 0.1}
+    return from_mapping(OnlineConfig, settings | changes, source="test")
+
+
+def hosts(count, gpus):
+    return [Host(name=f"h{i}", gpus=gpus) for i in range(count)]
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    monkeypatch.setattr(fill, "ROLES_TAKE_TURNS_ON_GPUS", True)
+
+
+@pytest.mark.usefixtures("turns")
+@pytest.mark.parametrize(("there", "gpus"), [((1, 1), 1), ((1, 2), 2), ((1, 4), 4), ((1, 8), 8), ((4, 8), 32)])
+def test_a_run_that_says_nothing_fills_the_gpus_in_turns(there, gpus):
+    chosen, why = fill.filled(config(), hosts(*there))
+    assert (chosen.train.ranks, chosen.rollout.engines) == (gpus, gpus)
+    assert chosen.shared == (frozenset({"policy", "reference", "rollout"}),)
+    assert f"{gpus} GPU(s) on {there[0]} host(s): every role on all of them, in turns" in why
+    assert fill.filled(chosen, hosts(*there)) == (chosen, None)
+
+
+@pytest.mark.usefixtures("turns")
+def test_where_generation_overlaps_training_each_has_half():
+    chosen, _ = fill.filled(config(rollout={"overlap": {}, "tensor_parallel_size": 2}), hosts(2, 8))
+    assert (chosen.train.ranks, chosen.rollout.engines) == (8, 4)
+    assert chosen.shared == (frozenset({"policy", "reference"}),)
+    one = config(rollout={"overlap": {}})
+    assert fill.filled(one, hosts(1, 1)) == (one, None)
+
+
+@pytest.mark.usefixtures("turns")
+def test_ranks_have_a_sample_each():
+    chosen, _ = fill.filled(config(train={"prompts_per_step": 2, "minibatches": 4}), hosts(1, 8))
+    assert chosen.train.ranks == 4  # 2 prompts x 8 samples in 4 minibatches
+    assert chosen.rollout.engines == 8
+
+
+def test_what_says_where_is_left_as_it_is(turns, monkeypatch):
+    for written in (
+        config(train={"ranks": 2}),
+        config(rollout={"engines": 2}),
+        config(placement={"layout": "written"}),
+        config(placement={"reference": {"ranks": 2}}),
+    ):
+        assert fill.filled(written, hosts(1, 8)) == (written, None)
+    torch_engine = config(train={"engine": "torch"})
+    assert fill.filled(torch_engine, hosts(1, 8)) == (torch_engine, None)
+    assert fill.filled(config(), hosts(2, 0)) == (config(), None)
+    monkeypatch.setattr(fill, "ROLES_TAKE_TURNS_ON_GPUS", False)
+    assert fill.filled(config(), hosts(1, 8)) == (config(), None)
