@@ -40,6 +40,7 @@ def test_the_seams_are_pinned():
         "capabilities", "close", "export", "load", "offload", "reload", "save", "score", "step", "weights"
     }  # fmt: skip
     assert methods(rlhf_core.SendsAdapters) == {"adapter_weights"}
+    assert methods(rlhf_core.ScoresWithoutAdapters) == {"score_without_adapters"}
     assert methods(rlhf_core.SavesInBackground) == {"save_in_background"}
     assert methods(rlhf_core.KeepsAverage) == {"export_average"}
     assert methods(rlhf_core.ReportsMemory) == {"memory_report"}

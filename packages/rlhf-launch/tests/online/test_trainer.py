@@ -28,9 +28,10 @@ class Engine:
         self.seen = []
         """Which of the others were at work when this one was asked for something."""
 
-    def begin_score(self, batch, outputs=("log_probs",)):
+    def begin_score(self, batch, outputs=("log_probs",), *, adapters=True):
         self.scored.append(batch)
-        return self.begun(ModelOutputs(**{name: -0.5 * batch.response_mask.float() for name in outputs}))
+        score = -0.5 if adapters else -0.75
+        return self.begun(ModelOutputs(**{name: score * batch.response_mask.float() for name in outputs}))
 
     def begin_step(self, batch, loss):
         self.steps.append((batch, loss))
@@ -109,6 +110,13 @@ def test_a_step_that_came_out_short_has_fewer_minibatches():
     single = trainer(GRPO(), ranks=8, minibatches=4)
     single.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert rows(single.policy.steps) == [["a/0", "a/1"]]  # fewer samples than ranks
+
+
+def test_a_policy_with_its_adapters_off_is_its_own_reference():
+    run = replace(trainer(GRPO(kl_coef=0.1)), reference=None, reference_is_policy=True)
+    batch, metrics = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert torch.equal(batch["ref_log_probs"], -0.75 * batch.response_mask.float())
+    assert len(run.policy.scored) == 1  # one update: the policy's own log-probs are the update's
 
 
 def test_the_critic_warms_up_alone():

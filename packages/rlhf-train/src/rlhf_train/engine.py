@@ -27,6 +27,7 @@ from rlhf_core import (
     Trial,
     WeightSource,
     accumulate,
+    adapters_off,
     learning_rate,
     score_in_micro_batches,
     try_model,
@@ -83,8 +84,10 @@ class DeepSpeedEngine:
         """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""
         zero = ZeroConfig.of(config)
         check_compatible(config, zero)
+        adapted = config.trained and config.lora is not None
         return TrainCapabilities(
-            adapter_weights=config.trained and config.lora is not None and config.quantize is None,
+            adapter_weights=adapted and config.quantize is None,
+            scores_without_adapters=adapted,
             background_save=True,
             average=config.average_decay is not None,
             memory_report=True,
@@ -174,6 +177,11 @@ class DeepSpeedEngine:
         if self._sequence is None:
             return scored
         return scored.of_rows(own, width=batch.token_ids.shape[1])
+
+    def score_without_adapters(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """See ScoresWithoutAdapters. All ranks together, as `score`."""
+        with adapters_off(self.model):
+            return replace(self.score(batch, outputs), routed_experts=None)
 
     def measure_reward_scale(self, batch: Batch) -> RewardScale:
         """Normalise all later scores by the mean and deviation of the scores of these rows, over all ranks.

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rlhf_core import (
     WeightSource,
     accumulate,
     adapter_parameters,
+    adapters_off,
     model_outputs,
     score_in_micro_batches,
     try_model,
@@ -59,7 +61,8 @@ class TorchEngine:
     def capabilities(config: EngineConfig) -> TrainCapabilities:
         """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""
         TorchOptions.of(config)
-        return TrainCapabilities(adapter_weights=config.trained and config.lora is not None and not config.quantize)
+        adapted = config.trained and config.lora is not None
+        return TrainCapabilities(adapter_weights=adapted and not config.quantize, scores_without_adapters=adapted)
 
     def __init__(self, config: EngineConfig) -> None:
         options = TorchOptions.of(config)
@@ -97,6 +100,11 @@ class TorchEngine:
             max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
             ranks=self.ranks,
         )
+
+    def score_without_adapters(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """See ScoresWithoutAdapters."""
+        with adapters_off(self.model):
+            return replace(self.score(batch, outputs), routed_experts=None)
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
         """See TrainEngine.

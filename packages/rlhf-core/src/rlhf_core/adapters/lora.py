@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -93,6 +94,25 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """A context in which the model computes as it did before `add_adapters`; nothing is changed by it.
+
+    Adapters under 4-bit weights are switched off the same way: these then compute alone.
+    """
+    layers = list(adapted_layers(model).values())
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, needs_gradient in trained:  # peft freezes adapters that are off, and trains all that are on
+            parameter.requires_grad_(needs_gradient)
 
 
 def name_without_adapters(name: str, layers: Mapping[str, Any]) -> str | None:

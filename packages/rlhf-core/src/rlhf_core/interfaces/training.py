@@ -74,6 +74,8 @@ class TrainCapabilities:
 
     adapter_weights: bool = False
     """It can send its adapters alone: `SendsAdapters`."""
+    scores_without_adapters: bool = False
+    """It can score with its adapters off, as the model that they were put into: `ScoresWithoutAdapters`."""
     background_save: bool = False
     """It can save while training goes on: `SavesInBackground`."""
     average: bool = False
@@ -146,6 +148,15 @@ class SendsAdapters(Protocol):
 
     def adapter_weights(self) -> WeightSource:
         """The adapters, for receivers that hold the weights that this engine was loaded with."""
+        ...
+
+
+@runtime_checkable
+class ScoresWithoutAdapters(Protocol):
+    """An engine with adapters that can stand in for the frozen model under them: a policy for its reference."""
+
+    def score_without_adapters(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
+        """Like `TrainEngine.score`, with the adapters off; what is trained and how stays as it is."""
         ...
 
 

@@ -19,6 +19,7 @@ from rlhf_core.interfaces.training import (
     KeepsAverage,
     ReportsMemory,
     SavesInBackground,
+    ScoresWithoutAdapters,
     SendsAdapters,
     TrainCapabilities,
     TrainEngine,
@@ -38,6 +39,7 @@ LOSS = Loss(function=supervised_loss)
 FAST = OptimizerConfig(learning_rate=1e-2)
 PROTOCOLS = {
     "adapter_weights": SendsAdapters,
+    "scores_without_adapters": ScoresWithoutAdapters,
     "background_save": SavesInBackground,
     "average": KeepsAverage,
     "memory_report": ReportsMemory,
@@ -113,6 +115,33 @@ class OptionalChecks(EngineGround):
             torch.testing.assert_close(merged, whole[f"{layer}.weight"], atol=1e-6, rtol=1e-5)
         changed = {name for name in start if not torch.equal(start[name], whole[name])}
         assert changed == {f"{layer}.weight" for layer in layers}
+
+    def test_with_its_adapters_off_it_is_the_reference(
+        self, make: Make, statement: Callable[..., TrainCapabilities]
+    ) -> None:
+        given = {"optimizer": FAST, "lora": LoraConfig(rank=4, alpha=8.0)}
+        if not _honours(statement, given).scores_without_adapters:
+            pytest.skip("the engine does not state that it scores without its adapters")
+        pytest.importorskip("peft")
+        assert not statement(optimizer=FAST).scores_without_adapters, "there are none without lora"
+        engine, alike, reference = make(**given), make(**given), make(role="reference")
+        assert isinstance(engine, ScoresWithoutAdapters)
+        for one in (engine, alike):
+            one.step(rows(), LOSS)
+        with_adapters = engine.score(rows(1)).log_probs
+        found = engine.score_without_adapters(rows(1)).log_probs
+        expected = reference.score(rows(1)).log_probs
+        assert found is not None
+        assert expected is not None
+        assert with_adapters is not None
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        assert float((with_adapters - found).abs().max()) > 1e-4, "the adapters have learnt something"
+        again = engine.score(rows(1)).log_probs
+        assert again is not None
+        assert torch.equal(again, with_adapters), "the adapters are on again"
+        first, second = engine.step(rows(1), LOSS), alike.step(rows(1), LOSS)
+        assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+        assert gap(received_weights(engine), received_weights(alike)) == 0, "and are trained as before"
 
     def test_a_background_save_is_of_the_moment_it_was_asked_for(
         self, make: Make, statement: Callable[..., TrainCapabilities], tmp_path: Path

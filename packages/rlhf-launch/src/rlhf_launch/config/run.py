@@ -303,9 +303,10 @@ class OnlineConfig:
             )
         for name in ("critic", "reference"):
             if name not in self.roles and self.placement.of(name) != EnginePlacement():
-                raise ConfigError(
-                    f"placement.{name} is set, but algorithm {self.algorithm.name!r} has no {name}; leave it out"
-                )
+                why = f"algorithm {self.algorithm.name!r} has no {name}; leave it out"
+                if name == "reference" and self.reference_is_policy:
+                    why = "the reference is the policy with its adapters off; leave it out, or set model.reference"
+                raise ConfigError(f"placement.{name} is set, but {why}")
         _ = self.shared  # refuses what does not go together
 
     @property
@@ -315,9 +316,15 @@ class OnlineConfig:
         roles = ["policy"]
         if recipe.needs_critic:
             roles.append("critic")
-        if recipe.needs_reference:
+        if recipe.needs_reference and not self.reference_is_policy:
             roles.append("reference")
         return (*roles, *(REWARD + name for name in self.reward.engine_parts()), "rollout")
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the policy with its adapters off, and so has no workers."""
+        recipe = self.algorithm.recipe
+        return recipe.needs_reference and self.model.lora is not None and self.model.reference is None
 
     @property
     def shared(self) -> tuple[frozenset[str], ...]:

@@ -159,6 +159,7 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         policy=workers.training["policy"],
         critic=workers.training.get("critic"),
         reference=workers.training.get("reference"),
+        reference_is_policy=config.reference_is_policy,
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
         plan=plan_of(config),

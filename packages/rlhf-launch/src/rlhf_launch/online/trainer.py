@@ -61,6 +61,8 @@ class Trainer:
     policy: TrainGroup
     critic: TrainGroup | None = None
     reference: TrainGroup | None = None
+    reference_is_policy: bool = False
+    """The reference is the policy with its adapters off, on the policy's own ranks."""
     recipe: Recipe
     kl: KLController
     plan: UpdatePlan = field(default_factory=UpdatePlan)
@@ -123,7 +125,7 @@ class Trainer:
         spared = one_update and outputs == ("log_probs",) and not self.recipe.needs_old_log_probs
         if outputs and (plan.score_always or not spared):
             asked["policy"] = outputs
-        if self.reference is not None:
+        if self.reference is not None or self.reference_is_policy:
             asked["reference"] = ("log_probs",)
         if self.critic is not None:
             asked["critic"] = ("values",)
@@ -135,6 +137,8 @@ class Trainer:
         groups = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
 
         def begin(role: str) -> Begun[ModelOutputs]:
+            if role == "reference" and self.reference_is_policy:
+                return self.policy.begin_score(batch, asked[role], adapters=False)
             group = groups[role]
             if group is None:
                 raise RuntimeError(f"the run has no {role} to ask for {', '.join(asked[role])}")

@@ -55,6 +55,11 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role)
             f"weight_sync.adapters=adapter: the engine {backends.engine} cannot send adapters alone with these "
             "settings (of a 4-bit policy no engine can); set weight_sync.adapters=merged"
         )
+    if role == "policy" and config.reference_is_policy and not can.scores_without_adapters:
+        raise ConfigError(
+            f"the reference is the policy with its adapters off, and the engine {backends.engine} cannot score so; "
+            f"name a reference with workers of its own: model.reference={config.model.path}"
+        )
     return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config, role))
 
 

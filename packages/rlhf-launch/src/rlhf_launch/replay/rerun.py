@@ -165,6 +165,7 @@ class _Rerun:
             policy=groups["policy"],
             critic=groups.get("critic"),
             reference=groups.get("reference"),
+            reference_is_policy=config.reference_is_policy,
             recipe=config.recipe,
             kl=config.recipe.kl_controller(),
             plan=plan_of(config),

@@ -91,12 +91,15 @@ class TrainGroup:
         """See TrainEngine; rows keep their order. The batch may have fewer units than there are ranks."""
         return self.begin_score(batch, outputs).result()
 
-    def begin_score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> Begun[ModelOutputs]:
-        """Start `score` on all ranks."""
+    def begin_score(
+        self, batch: Batch, outputs: Sequence[str] = ("log_probs",), *, adapters: bool = True
+    ) -> Begun[ModelOutputs]:
+        """Start `score` on all ranks; without `adapters`, with these off."""
+        method = "score" if adapters else "score_without_adapters"
         enough = self._a_unit_for_every_rank(batch)
         dealt = self._deal(enough)
         calls = [
-            handle.call("score", enough.select(rows), tuple(outputs))
+            handle.call(method, enough.select(rows), tuple(outputs))
             for handle, rows in zip(self._handles, dealt, strict=True)
         ]
 

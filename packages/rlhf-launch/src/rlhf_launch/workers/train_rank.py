@@ -24,6 +24,7 @@ from rlhf_core import (
     PendingSave,
     ReportsMemory,
     SavesInBackground,
+    ScoresWithoutAdapters,
     Sender,
     SendsAdapters,
     StepReport,
@@ -110,6 +111,19 @@ class TrainWorker:
     def score(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
         """See TrainEngine."""
         return self.engine.score(batch, outputs)
+
+    def score_without_adapters(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
+        """See ScoresWithoutAdapters.
+
+        Raises:
+            ConfigError: the engine cannot.
+        """
+        if not (self.capabilities().scores_without_adapters and isinstance(self.engine, ScoresWithoutAdapters)):
+            raise ConfigError(
+                f"the train engine {self._engine_name} cannot score with its adapters off; name a reference of its "
+                "own (model.reference)"
+            )
+        return self.engine.score_without_adapters(batch, outputs)
 
     def step(self, batch: Batch, loss: Loss) -> StepReport:
         """See TrainEngine."""
