@@ -114,7 +114,7 @@ def test_a_step_that_came_out_short_has_fewer_minibatches():
 
 def test_a_policy_with_its_adapters_off_is_its_own_reference():
     run = replace(trainer(GRPO(kl_coef=0.1)), reference=None, reference_is_policy=True)
-    batch, metrics = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    batch, _ = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert torch.equal(batch["ref_log_probs"], -0.75 * batch.response_mask.float())
     assert len(run.policy.scored) == 1  # one update: the policy's own log-probs are the update's
 
