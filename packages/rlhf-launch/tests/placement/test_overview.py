@@ -129,12 +129,6 @@ def hosts(count, gpus):
     return [Host(name=f"h{i}", gpus=gpus) for i in range(count)]
 
 
-@pytest.fixture
-def turns(monkeypatch):
-    monkeypatch.setattr(fill, "ROLES_TAKE_TURNS_ON_GPUS", True)
-
-
-@pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize(("there", "gpus"), [((1, 1), 1), ((1, 2), 2), ((1, 4), 4), ((1, 8), 8), ((4, 8), 32)])
 def test_a_run_that_says_nothing_fills_the_gpus_in_turns(there, gpus):
     chosen, why = fill.filled(config(), hosts(*there))
@@ -144,7 +138,6 @@ def test_a_run_that_says_nothing_fills_the_gpus_in_turns(there, gpus):
     assert fill.filled(chosen, hosts(*there)) == (chosen, None)
 
 
-@pytest.mark.usefixtures("turns")
 def test_where_generation_overlaps_training_each_has_half():
     chosen, _ = fill.filled(config(rollout={"overlap": {}, "tensor_parallel_size": 2}), hosts(2, 8))
     assert (chosen.train.ranks, chosen.rollout.engines) == (8, 4)
@@ -153,14 +146,13 @@ def test_where_generation_overlaps_training_each_has_half():
     assert fill.filled(one, hosts(1, 1)) == (one, None)
 
 
-@pytest.mark.usefixtures("turns")
 def test_ranks_have_a_sample_each():
     chosen, _ = fill.filled(config(train={"prompts_per_step": 2, "minibatches": 4}), hosts(1, 8))
     assert chosen.train.ranks == 4  # 2 prompts x 8 samples in 4 minibatches
     assert chosen.rollout.engines == 8
 
 
-def test_what_says_where_is_left_as_it_is(turns, monkeypatch):
+def test_what_says_where_is_left_as_it_is():
     for written in (
         config(train={"ranks": 2}),
         config(rollout={"engines": 2}),
@@ -171,5 +163,5 @@ def test_what_says_where_is_left_as_it_is(turns, monkeypatch):
     torch_engine = config(train={"engine": "torch"})
     assert fill.filled(torch_engine, hosts(1, 8)) == (torch_engine, None)
     assert fill.filled(config(), hosts(2, 0)) == (config(), None)
-    monkeypatch.setattr(fill, "ROLES_TAKE_TURNS_ON_GPUS", False)
-    assert fill.filled(config(), hosts(1, 8)) == (config(), None)
+    cannot_sleep = config(rollout={"backend": "transformers"})
+    assert fill.filled(cannot_sleep, hosts(1, 8)) == (cannot_sleep, None)

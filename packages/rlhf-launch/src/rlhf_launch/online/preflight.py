@@ -10,7 +10,6 @@ from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_trans
 
 from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut
-from rlhf_launch.placement.fill import check_turns
 from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
 from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
@@ -38,7 +37,6 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     """
     backends = resolve_backends(config)
     check_engines(config, backends)
-    check_turns(config, backends.device)
     if config.weight_sync.transport is not None:
         check_transport(config.weight_sync.transport)
     for key, path in {

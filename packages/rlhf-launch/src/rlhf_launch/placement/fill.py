@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_core import TRAIN_ENGINES, EngineConfig, ResourceError, load_plugin
+from rlhf_core import TRAIN_ENGINES, EngineConfig, load_plugin
 
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.layout import Host
 from rlhf_launch.placement.resolve import hosts_there
 
-ROLES_TAKE_TURNS_ON_GPUS = False
-"""Whether a run can let roles on the same GPUs take turns: sleep, offload, wake."""
+_SLEEPS = "vllm"
+"""The backend whose engines make way for those that share their GPUs."""
 
 
 def filled_here(config: OnlineConfig) -> tuple[OnlineConfig, str | None]:
@@ -24,23 +24,9 @@ def filled_here(config: OnlineConfig) -> tuple[OnlineConfig, str | None]:
     """
     placement = config.placement
     settled = placement.layout == "written" or placement.device == "cpu" or placement.executor == "local"
-    if settled or not ROLES_TAKE_TURNS_ON_GPUS or says_where(config):
+    if settled or says_where(config):
         return config, None
     return filled(config, hosts_there(placement.ray_address))
-
-
-def check_turns(config: OnlineConfig, device: str) -> None:
-    """Refuse roles on the same GPUs where a run cannot let them take turns.
-
-    Raises:
-        ResourceError: names them.
-    """
-    if device.startswith("cuda") and config.shared and not ROLES_TAKE_TURNS_ON_GPUS:
-        names = " and ".join(sorted(config.shared[0]))
-        raise ResourceError(
-            f"{names} are to share GPUs (placement.<role>.colocate_with), and this version cannot let them take "
-            "turns there; give each GPUs of its own"
-        )
 
 
 def filled(config: OnlineConfig, hosts: Sequence[Host]) -> tuple[OnlineConfig, str | None]:
@@ -57,9 +43,9 @@ def filled(config: OnlineConfig, hosts: Sequence[Host]) -> tuple[OnlineConfig, s
     gpus = [host.gpus for host in hosts if host.gpus]
     if not gpus or config.placement.layout == "written" or says_where(config):
         return config, None
-    if not ROLES_TAKE_TURNS_ON_GPUS or not _has_ranks(config, sum(gpus)):
-        return config, None
     rollout = config.rollout
+    if not _has_ranks(config, sum(gpus)) or (rollout.overlap is None and rollout.backend_name != _SLEEPS):
+        return config, None
     size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
     unit = math.lcm(size, config.train.sequence_parallel_size)
     units = sum(count // unit for count in gpus)
