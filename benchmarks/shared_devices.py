@@ -22,12 +22,7 @@ from typing import Any
 
 from rlhf_algos import CheckpointStore, from_mapping
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_launch.config.run import OnlineConfig
-from rlhf_launch.online.loop import run_steps
-from rlhf_launch.online.preflight import check_inputs
-from rlhf_launch.online.report import Reporter
-from rlhf_launch.online.setup import open_run
-from rlhf_launch.tables import aligned
+from rlhf_launch import OnlineConfig, Reporter, check_inputs, open_run, run_steps
 
 _EVERY_S = 0.1
 _TIMES = ("seconds/", "idle_seconds/", "tokens_per_second/", "mismatch", "memory/", "sync/probe_seconds")
@@ -44,12 +39,20 @@ def main() -> None:
         measured = {kind: _measure(Path(folder), kind, arguments) for kind in ("together", "apart")}
     turns, together = measured["together"]["turns"], measured["together"]
     rows = [[turn, f"{size / 2**20:,.0f}"] for turn, size in turns.items()]
-    print(aligned([["who is there", "MiB of all workers"], *rows], right=[1]), end="\n\n")
+    _print([["who is there", "MiB of all workers"], *rows])
     rows = [[kind, f"{found['seconds']:.2f}", f"{found['most'] / 2**20:,.0f}"] for kind, found in measured.items()]
-    print(aligned([["devices", "seconds of a step", "MiB at most"], *rows], right=[1, 2]), end="\n\n")
+    _print([["devices", "seconds of a step", "MiB at most"], *rows])
     apart = measured["apart"]
     print(f"together / apart: seconds {together['seconds'] / apart['seconds']:.2f}, ", end="")
     print(f"memory {together['most'] / apart['most']:.2f}; the same metrics: {together['rows'] == apart['rows']}")
+
+
+def _print(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        print("  ".join(cells))
+    print()
 
 
 def _measure(folder: Path, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
