@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy, effective_sample_size, mismatch_metrics
+from rlhf_algos.mismatch import mismatch_metrics
+from rlhf_algos.off_policy import OffPolicyCorrection, correct_off_policy, effective_sample_size
 from rlhf_core import Batch, ConfigError
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])

@@ -187,6 +187,7 @@ from rlhf_algos.losses.online.terms import (
 from rlhf_algos.losses.online.trust_region import BinaryDivergence, DPPOConfig, dppo
 from rlhf_algos.losses.online.value import ValueClipConfig, value_clip
 from rlhf_algos.metrics import MetricsWriter, StepFile, read_metrics
+from rlhf_algos.mismatch import mismatch_log_ratio, mismatch_metrics
 from rlhf_algos.off_policy import (
     CorrectionMode,
     OffPolicyCorrection,
@@ -194,8 +195,6 @@ from rlhf_algos.off_policy import (
     Statistic,
     correct_off_policy,
     effective_sample_size,
-    mismatch_log_ratio,
-    mismatch_metrics,
 )
 from rlhf_algos.offline.config import (
     OfflineAlgorithmSection,

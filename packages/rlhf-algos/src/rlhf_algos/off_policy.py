@@ -12,10 +12,11 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from rlhf_core import Batch, ConfigError, Mean, masked_mean, mean_of, row_parts
+from rlhf_core import Batch, ConfigError, Mean, masked_mean, mean_of
 from torch import Tensor
 
 from rlhf_algos.choices import check_choices
+from rlhf_algos.mismatch import LOG_RATIO_LIMIT, mismatch_log_ratio, mismatch_metrics
 
 RatioLevel = Literal["token", "sequence", "geometric", "max"]
 """What is compared with the bounds, with the statistic `ratio`: the ratio of each `token`; of the response, the
@@ -29,10 +30,6 @@ KL(sampler || trainer); they are never negative and have an upper bound alone.""
 CorrectionMode = Literal["truncate", "mask", "reject"]
 """`truncate`: clamp the ratio into the bounds; `mask`: the ratio inside the bounds, 0 outside; `reject`: 1 inside
 the bounds, 0 outside."""
-
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this range before an exponential, so that it stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,14 +139,6 @@ def correct_off_policy(batch: Batch, corrections: Sequence[OffPolicyCorrection])
     return batch, metrics
 
 
-def mismatch_log_ratio(
-    trainer: Float[Tensor, "rows length"], sampler: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]
-) -> Float[Tensor, "rows length"]:
-    """The trainer's log-probs minus the sampler's, zero where masked or where the sampler gave NaN."""
-    difference = trainer - sampler
-    return difference.masked_fill(~mask | difference.isnan(), 0)
-
-
 def _estimate(log_ratio: Tensor, statistic: Statistic) -> Tensor:
     if statistic == "k2":
         return log_ratio.square() / 2
@@ -168,37 +157,6 @@ def _at_level(values: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
     if level == "geometric":
         total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return total.expand(mask.shape)
-
-
-def mismatch_metrics(log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]) -> dict[str, Mean]:
-    """How far sampler and trainer are apart.
-
-    In nats per token: mismatch_kl: KL(sampler || trainer), estimator k1; mismatch_k3: the same by k3;
-    mismatch_abs: mean |log-ratio|. mismatch_chi2_token: mean square of the token ratios minus 1, an estimate
-    of chi^2(trainer || sampler); mismatch_chi2_sequence: the same of whole responses, whose variance
-    importance weights have; mismatch_perplexity_ratio: mean over responses of the trainer's perplexity over
-    the sampler's."""
-    parts = zip(row_parts(log_ratio), row_parts(mask), strict=True)
-    found = [_mismatch(ratios, counted) for ratios, counted in parts]
-    return {
-        name: Mean(total=sum(part[name].total for part in found), weight=sum(part[name].weight for part in found))
-        for name in found[0]
-    }
-
-
-def _mismatch(log_ratio: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]) -> dict[str, Mean]:
-    limit, rows = LOG_RATIO_LIMIT, mask.any(dim=1)
-    limited = log_ratio.clamp(-limit, limit)
-    whole = log_ratio.sum(dim=1).clamp(-limit, limit)
-    per_token = masked_mean(log_ratio, mask, dim=1).clamp(-limit, limit)
-    return {
-        "mismatch_kl": mean_of(-log_ratio, mask),
-        "mismatch_k3": mean_of(torch.expm1(limited) - limited, mask),
-        "mismatch_abs": mean_of(log_ratio.abs(), mask),
-        "mismatch_chi2_token": mean_of(torch.expm1(2 * limited), mask),
-        "mismatch_chi2_sequence": mean_of(torch.expm1(2 * whole), rows),
-        "mismatch_perplexity_ratio": mean_of((-per_token).exp(), rows),
-    }
 
 
 def effective_sample_size(weights: Float[Tensor, "rows length"], mask: Bool[Tensor, "rows length"]) -> float:

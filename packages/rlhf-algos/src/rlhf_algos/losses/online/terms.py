@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf_algos.kl import KLEstimator, KLGradient, kl_estimate
 from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation
-from rlhf_algos.off_policy import mismatch_log_ratio, mismatch_metrics
+from rlhf_algos.mismatch import mismatch_log_ratio, mismatch_metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
