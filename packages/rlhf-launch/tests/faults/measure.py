@@ -396,7 +396,7 @@ CASES = [
     ),
     Case(
         breaks=(Break(fault="Ray's head (gcs_server), SIGKILL", strike=kill_of_ray("gcs_server"), named=HEAD),),
-        changes={"placement.restarts": 1},
+        changes={"placement.restarts": 1, "train.steps": 60},
         goes_on=True,
     ),
     Case(
@@ -407,6 +407,7 @@ CASES = [
                 named=r"Ray's raylet on this host \([\d.]+\) is gone",
             ),
         ),
+        changes={"train.steps": 60},
     ),
     Case(
         breaks=(
@@ -459,7 +460,7 @@ def examine_hosts(bench: Bench, way: str) -> Finding:
     scratch = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))
     env = {"PYTHONPATH": os.pathsep.join(MODULES), "PATH": os.environ["PATH"]}
     try:
-        with two_hosts.two_hosts(scratch, env, (2, 2)) as (first, second):
+        with two_hosts.two_hosts(scratch, env, (4, 2)) as (first, second):
             with bench.start(changes, host=first) as run:
                 wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 400)
                 held = "training ranks" if second.workers("Train") else "rollout engines"

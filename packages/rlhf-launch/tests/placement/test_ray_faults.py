@@ -64,6 +64,19 @@ def killed_worker_is_named(handle, pid):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+def test_a_head_or_raylet_that_dies_at_the_very_end_does_not_hold_up_the_close(cluster, workers, process):
+    _, pids = workers
+    killed = of_ray(process)
+    os.kill(killed, signal.SIGKILL)
+    while alive(killed):
+        time.sleep(0.01)
+    begin = time.monotonic()
+    cluster.close()
+    assert time.monotonic() - begin < 40
+    assert not any(alive(pid) for pid in pids)
+
+
 @pytest.mark.parametrize(
     ("process", "message"),
     [

@@ -83,3 +83,16 @@ def test_closing_ends_the_knocking(lost):
     server.close()
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.3)
+
+
+def test_who_asks_is_told_at_once_where_nothing_listens(lost):
+    watch = DoorWatch(lambda door, why: lost.put(why), period_s=60)
+    (server, port), (staying, other) = listen(), listen()
+    doors = [Door(name=name, host="127.0.0.1", port=number) for name, number in (("gone", port), ("here", other))]
+    watch.add(doors)
+    assert watch.refused() == []
+    server.close()
+    assert watch.refused() == [(doors[0], f"nothing listens at 127.0.0.1:{port} any more, where it did")]
+    watch.close()
+    staying.close()
+    assert lost.empty()

@@ -212,6 +212,10 @@ class RayCluster:
         start.
         """
         self._watch.close()
+        if self._lost is None:
+            # A head that has died just now would be waited for, until Ray ends this process.
+            for door, why in self._watch.refused():
+                self._lose(door, why)
         while self._rooms:
             room = self._rooms.pop()
             if self._lost is None:

@@ -60,6 +60,12 @@ class DoorWatch:
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def refused(self) -> list[tuple[Door, str]]:
+        """The doors at which nothing listens now, for however long that has been so, and the words for it."""
+        with self._lock:
+            doors = list(self._shut)
+        return [(door, _not_listening(door)) for door in doors if self._knock(door) == "refused"]
+
     def _watch(self) -> None:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="knock") as knockers:
             while not self._closed.wait(self._period_s):
@@ -98,7 +104,11 @@ class DoorWatch:
             if now - since < limit:
                 return door, None
             del self._shut[door]
-        place = f"{door.host}:{door.port}"
         if answer == "refused":
-            return door, f"nothing listens at {place} any more, where it did"
-        return door, f"{place} has not answered for {now - since:.0f} s; the host is off, or cut off from this one"
+            return door, _not_listening(door)
+        silent = f"{door.host}:{door.port} has not answered for {now - since:.0f} s"
+        return door, f"{silent}; the host is off, or cut off from this one"
+
+
+def _not_listening(door: Door) -> str:
+    return f"nothing listens at {door.host}:{door.port} any more, where it did"
