@@ -10,7 +10,7 @@ from rlhf_core import ModelOutputs, SamplingConfig, Score, StepReport, Trajector
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.workers.begun import Begun
-from rlhf_launch.workers.devices import SharedDevices
+from rlhf_launch.workers.devices import SharedDevices, Tenant
 from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import ScoredGroup
 
@@ -194,6 +194,20 @@ def test_on_shared_devices_each_role_takes_all_its_steps_in_one_turn():
     run.step([group("a", 0.0, 1.0), group("b", 1.0, 0.0)], 0, PhaseClock())
     assert took == ["critic", "critic", "policy", "policy"]
     assert rows(run.critic.steps) == rows(run.policy.steps)
+
+
+def test_a_reference_that_is_the_policy_is_where_the_policy_is():
+    run = replace(trainer(PPO(kl_coef=0.1, kl_in="loss")), reference=None, reference_is_policy=True)
+    devices = SharedDevices([{"policy", "critic"}])
+    for role in (run.policy, run.critic):
+        role.devices = devices
+        with devices.moving_in(role.name, Tenant(leave=lambda: None, come=lambda: None)):
+            pass
+    there = []
+    score = run.policy.begin_score
+    run.policy.begin_score = lambda *args, **how: (there.append(devices.present), score(*args, **how))[1]
+    run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    assert there == [{"policy"}]  # the reference's log-probs; the policy's own are those of the update
 
 
 def test_a_single_update_needs_no_scoring_pass():

@@ -184,9 +184,12 @@ class Trainer:
     def _together(self, roles: Sequence[str], begin: Callable[[str], Begun[T]]) -> dict[str, T]:
         """Results of work of all roles, by role: at the same time, in turns where they share devices."""
         found: dict[str, T] = {}
-        shared = [frozenset(roles)] if self.one_at_a_time else self.policy.devices.shared
-        for turn in in_turns(roles, shared):
-            with self.policy.devices.at_work(*turn):
+        devices = self.policy.devices
+        # A reference that is the policy with its adapters off is wherever the policy is.
+        engines = {role: "policy" if role == "reference" and self.reference_is_policy else role for role in roles}
+        shared = [[role for role in roles if engines[role] in names] for names in devices.shared]
+        for turn in in_turns(roles, [roles] if self.one_at_a_time else shared):
+            with devices.at_work(*dict.fromkeys(engines[role] for role in turn)):
                 found |= zip(turn, results_of([begin(role) for role in turn]), strict=True)
         return found
 
