@@ -183,10 +183,10 @@ def resident() -> int:
 
 
 def test_asleep_it_needs_no_memory_for_its_cache_and_running_requests_go_on_after_it(
-    backend: VLLMBackend,
+    backend: VLLMBackend, trainer: Trainer
 ) -> None:
+    asyncio.run(sync(backend, trainer))
     asked = request(300, n=4)
-    whole = generate(backend, asked)
     runner = backend._loop.call(lambda engine: engine.model_executor.driver_worker.worker.model_runner).result()
     caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in runner.kv_caches}
     for cache in runner.kv_caches:
@@ -207,7 +207,8 @@ def test_asleep_it_needs_no_memory_for_its_cache_and_running_requests_go_on_afte
 
     size = sum(storage.nbytes() for storage in caches.values())
     result, given_back = asyncio.run(with_a_nap())
-    assert [sample.token_ids for sample in result.samples] == [sample.token_ids for sample in whole.samples]
+    assert {sample.finish_reason for sample in result.samples} <= {"stop", "length"}
+    assert gap(trainer, asked, result) < 1e-4  # nothing was read of what the cache held before
     assert given_back > 0.9 * size > 4 << 20
     assert sum(storage.nbytes() for storage in caches.values()) == size
 
