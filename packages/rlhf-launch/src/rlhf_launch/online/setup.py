@@ -31,7 +31,7 @@ from rlhf_launch.samples.reward import Rewarder, open_reward
 from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, greedy_sampling, response_sampler
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
-from rlhf_launch.workers.devices import SharedDevices, turns_by_phase
+from rlhf_launch.workers.devices import SharedDevices, described_turns
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import Waits
 
@@ -124,8 +124,8 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Wait
     def say(line: str) -> None:
         reporter.say(f"  {line}")
 
-    for phase, turns in turns_by_phase(config.roles, config.shared).items():
-        say(f"shared devices, {phase}: {', then '.join(' with '.join(turn) for turn in turns)}")
+    for line in described_turns(config.roles, config.shared):
+        say(line)
     devices = SharedDevices(config.shared)
     with start_workers(executor, training, rollout, waits=waits, devices=devices, say=say) as workers:
         yield workers

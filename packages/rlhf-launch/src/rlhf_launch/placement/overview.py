@@ -15,6 +15,7 @@ from rlhf_launch.placement.layout import Bundle, Host, Layout, Seat, lay_out
 from rlhf_launch.placement.plans import reward_plans, roles_of, rollout_plans, training_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, hosts_there, resolve_backends
 from rlhf_launch.tables import aligned
+from rlhf_launch.workers.devices import described_turns
 
 _TITLES = ("role", "workers", "host", "GPUs", "in turns with", "runs", "model", "options")
 
@@ -42,7 +43,7 @@ def online_plan(config: OnlineConfig, hosts: Sequence[Host] | None = None) -> st
     config, chosen = filled(config, hosts)
     backends = resolve_backends(config, hosts=hosts)
     table = overview(plans_of(config, backends), hosts)
-    return table if chosen is None else f"{chosen}\n{table}"
+    return "\n".join([*([] if chosen is None else [chosen]), table, *described_turns(config.roles, config.shared)])
 
 
 def overview(plans: Sequence[WorkerPlan], hosts: Sequence[Host]) -> str:

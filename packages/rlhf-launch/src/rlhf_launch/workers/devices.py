@@ -161,6 +161,14 @@ def turns_by_phase(roles: Sequence[str], shared: Sequence[Collection[str]]) -> d
     return {name: found for name, turns in kept.items() if (found := [turn for turn in turns if turn])}
 
 
+def described_turns(roles: Sequence[str], shared: Sequence[Collection[str]]) -> list[str]:
+    """`turns_by_phase` as lines for people; none where nobody shares devices."""
+    return [
+        f"on shared devices, {phase}: {', then '.join(' with '.join(turn) for turn in turns)}"
+        for phase, turns in turns_by_phase(roles, shared).items()
+    ]
+
+
 def in_turns(roles: Sequence[str], shared: Sequence[Collection[str]]) -> list[list[str]]:
     """Roles in turns: those of one turn have devices of their own and may work at the same time.
 
