@@ -110,3 +110,20 @@ def test_what_one_host_cannot_hold_is_refused_with_the_numbers(cluster, ray):
         cluster.place(role("rollout", 1, gpus=4))
     with pytest.raises(ResourceError, match="the run needs 5 GPU for 5 workers, the cluster has 4"):
         cluster.place(role("policy", 5))
+
+
+def test_a_worker_whose_host_is_lost_gets_room_on_another(ray, cluster):
+    second = next(host for host in hosts_of(ray) if host.node != ray.get_runtime_context().get_node_id())
+    (first,) = cluster.place(role("rollout", 1, hosts=None))
+    place = cluster._places["rollout-0"][1]
+    (before,) = Waits(300).call_all([first], "sees", what="say what it sees")
+    # As the watch of the doors does when nothing listens at its host any more.
+    cluster._gone.add(place.node)
+    again = cluster.restart("rollout-0")
+    (after,) = Waits(300).call_all([again], "sees", what="say what it sees")
+    assert {before[0], after[0]} == {second.node, ray.get_runtime_context().get_node_id()}
+    assert len(after[1]) == 1
+    cluster._gone.add(after[0])
+    with pytest.raises(ResourceError):
+        cluster.restart("rollout-0")
+    close_workers([first, again])

@@ -12,6 +12,7 @@ from rlhf_core import (
     EngineDiedError,
     GenerationRequest,
     GenerationResult,
+    ResourceError,
     Sample,
     SamplingConfig,
 )
@@ -320,3 +321,31 @@ def test_one_that_is_still_coming_up_goes_with_the_run(make_pool):
     replacement.stop()
     with pytest.raises(EngineDiedError, match="closed"):
         executor.engines[0].call("start")
+
+
+class LostHost(Executor):
+    """The host of the first engine is lost, and no other has room."""
+
+    def restart(self, name):
+        if name == "rollout-0":
+            raise ResourceError("rollout: no host has 1 GPUs free")
+        return Executor.restart(self, name)
+
+
+def test_an_engine_whose_host_is_lost_is_not_waited_for_while_others_live(make_pool):
+    pool, replacement, _ = make_pool(Engine(dies_at=3), Engine(), executor=LostHost())
+    run_all(pool)
+    replacement()
+    assert pool.live == [1]
+
+
+def test_an_engine_that_has_room_comes_up_although_another_has_none(make_pool):
+    pool, *_ = make_pool(Engine(dies_at=3), Engine(dies_at=4), executor=LostHost())
+    assert len(run_all(pool)) == 20
+    assert pool.live == [1]
+
+
+def test_a_run_ends_at_once_where_no_engine_has_room(make_pool):
+    pool, *_ = make_pool(Engine(dies_at=3), executor=LostHost())
+    with pytest.raises(EngineDiedError, match="no room for another: rollout: no host has 1 GPUs free"):
+        run_all(pool)

@@ -72,7 +72,11 @@ class Executor(Protocol):
         ...
 
     def restart(self, name: str) -> Handle:
-        """Start a worker anew in the room of the one of this name, which is closed or dead."""
+        """Start a worker anew in the room of the one of this name, which is closed or dead.
+
+        Raises:
+            ResourceError: that room is lost, and there is no other now.
+        """
         ...
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from rlhf_core import STOP_SIGNALS, EngineDiedError, ResourceError
 from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.layout import Host
 from rlhf_launch.placement.ray_address import check_address
-from rlhf_launch.placement.ray_bundles import Place, Reservation, hosts_of, place_in
+from rlhf_launch.placement.ray_bundles import Place, Reservation, hosts_of, place_beside, place_in
 from rlhf_launch.placement.ray_handle import PULSE, RayHandle
 from rlhf_launch.placement.reachability import Door, DoorWatch
 from rlhf_launch.placement.scratch import ScratchFolder
@@ -25,6 +25,8 @@ from rlhf_launch.workers.waits import WorkerLostError
 
 _HEAD = "head"
 _OWN_HEAD_S = 3.0
+_ROOM_S = 30.0
+"""How long Ray may take to reserve what is free."""
 _HEAD_S = 40.0
 """How long nothing may listen at the head of a cluster; after 60 s Ray ends this process with a line of C++."""
 
@@ -73,6 +75,8 @@ class RayCluster:
         self._handles: list[RayHandle] = []
         self._nodes: dict[Door, str] = {}
         """The node behind the door of each raylet, and of the head (`_HEAD`)."""
+        self._gone: set[str] = set()
+        """The nodes of hosts that are lost."""
         self._lost: WorkerLostError | None = None
         """Why nothing can be done here any more."""
         self._watch = DoorWatch(self._lose)
@@ -124,12 +128,21 @@ class RayCluster:
     def restart(self, name: str) -> RayHandle:
         """Start a worker anew in the room of the one of this name, which must be gone or about to go.
 
+        If its host is lost, the worker gets room on another one.
+
         Raises:
             WorkerLostError: the cluster is gone.
+            ResourceError: the worker's host is lost, and no other has room now.
+            ConfigError: the worker must be on that host.
         """
         if self._lost is not None:
             raise self._lost
         self._watch_doors()
+        place = self._places[name][1]
+        if place.node in self._gone:
+            room = Reservation(self._ray, place_beside(self._ray, place.plan, self._gone), timeout_s=_ROOM_S)
+            self._rooms.append(room)
+            self._places[name] = room, room.places[name]
         return self._start_worker(name)
 
     def _start_worker(self, name: str) -> RayHandle:
@@ -187,6 +200,7 @@ class RayCluster:
         if self._lost is not None and self._logs is not None:
             self._deaths.append(door.name)
             self._lost.add_note(f"Ray's logs are in {self._logs} until the next run starts")
+        self._gone.add(node)
         for handle in self._handles:
             if self._lost is not None:
                 handle.lose(self._lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class Place:
 
     plan: WorkerPlan
     bundle: int
+    node: str
+    """Ray's id of the host."""
     devices: tuple[str, ...] = ()
     """Its GPUs, as CUDA_VISIBLE_DEVICES names them on that host."""
 
@@ -69,7 +71,10 @@ class Reservation:
         ids = self._devices(layout, timeout_s)
         self.places: Mapping[str, Place] = {
             seat.plan.name: Place(
-                plan=seat.plan, bundle=number, devices=tuple(ids[number][device] for device in seat.devices)
+                plan=seat.plan,
+                bundle=number,
+                node=bundle.host.node,
+                devices=tuple(ids[number][device] for device in seat.devices),
             )
             for number, bundle in enumerate(layout.bundles)
             for seat in bundle.seats
@@ -134,6 +139,16 @@ def hosts_of(ray: Any, *, free: bool = False) -> list[Host]:
             gpus, cpus = int(sizes.get("GPU", 0) + 1e-6), float(sizes.get("CPU", 0))
             hosts.append(Host(name=node["NodeManagerAddress"], gpus=gpus, cpus=cpus, node=node["NodeID"]))
     return _told_apart(sorted(hosts, key=lambda host: (_numbers(host.name), host.node)))
+
+
+def place_beside(ray: Any, plan: WorkerPlan, gone: Collection[str]) -> Layout:
+    """The layout of one worker on what is free now, for one whose host is among those that are gone.
+
+    Raises:
+        ResourceError: no other host has room.
+        ConfigError: see `lay_out`.
+    """
+    return lay_out([plan], [host for host in hosts_of(ray, free=True) if host.node not in gone])
 
 
 def place_in(ray: Any, plans: Sequence[WorkerPlan]) -> Layout:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import DeadlineExceeded, EngineDiedError, WeightSyncError
+from rlhf_core import ConfigError, DeadlineExceeded, EngineDiedError, ResourceError, WeightSyncError
 
 from rlhf_launch.placement.executor import Executor
 from rlhf_launch.weight_sync.report import SyncReport
@@ -117,8 +117,9 @@ class RolloutReplacement:
         """Let replacements come up for all lost engines that have none yet.
 
         Raises:
-            EngineDiedError: there is no engine, and none may be started.
+            EngineDiedError: there is no engine, and none may or can be started.
         """
+        no_room: Exception | None = None
         for engine, reason in self._pool.lost.items():
             if engine in self._starting:
                 continue
@@ -130,7 +131,17 @@ class RolloutReplacement:
                     )
                 return
             self._left -= 1
-            self._start(engine, reason)
+            try:
+                self._start(engine, reason)
+            except (ResourceError, ConfigError) as error:  # its host is lost, too
+                _log.warning("there is no room for a replacement of rollout engine %d: %s", engine, error)
+                no_room = error
+        if no_room is not None and not self._pool.live and not self._starting:
+            lost = "; ".join(self._pool.lost.values())
+            raise EngineDiedError(
+                f"no rollout engine is left, and there is no room for another: {no_room}. They were lost because: "
+                f"{lost}"
+            ) from no_room
 
     def _start(self, engine: int, reason: str) -> None:
         _log.warning("rollout engine %d is lost (%s); starting another", engine, reason)
