@@ -57,7 +57,9 @@ class Run:
                 step=lambda groups, step, clock, trace: (Nothing(), {"reward": 0.0}), take_idle_seconds=dict
             ),
             producer=producer,
-            pool=types.SimpleNamespace(lost={}, take_idle_seconds=lambda: 0.0, waits=Waits()),
+            pool=types.SimpleNamespace(
+                lost={}, take_idle_seconds=lambda: 0.0, waits=Waits(), generating=contextlib.nullcontext
+            ),
             sync=None,
             replacement=types.SimpleNamespace(
                 suspended=contextlib.nullcontext,
