@@ -136,7 +136,8 @@ async def play(
     """All episodes of a step, each group scored as soon as it is over."""
 
     def decode(trajectories: Sequence[Trajectory]) -> list[str]:
-        return tokenizer.batch_decode([t.response_token_ids for t in trajectories], skip_special_tokens=True)
+        rows = [t.response_token_ids.tolist() for t in trajectories]
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     groups = [loop.run_group(task) for task in tasks]
     finished = dict([scored async for scored in score_as_finished(groups, EnvironmentReward(), decode)])
