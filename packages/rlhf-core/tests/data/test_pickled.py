@@ -72,3 +72,16 @@ def test_outputs_come_back_scalars_and_gradients_among_them():
     assert found.log_probs is None
     assert found.scores.requires_grad
     assert found.scores.tolist() == [1.0, 1.0]
+
+
+def test_one_number_cut_out_of_a_matrix_is_sent():
+    # A reward model's score of a single row: contiguous, since it is one number, and yet with the matrix's stride.
+    column = torch.arange(16.0).view(1, 16)[:, 3]
+    assert column.stride() == (16,)
+    sent = pickle.loads(pickle.dumps(ModelOutputs(scores=column), protocol=5))
+    assert sent.scores.tolist() == [3.0]
+
+
+def test_nothing_is_sent():
+    sent = pickle.loads(pickle.dumps(ModelOutputs(log_probs=torch.zeros(0, 4)), protocol=5))
+    assert sent.log_probs.shape == (0, 4)

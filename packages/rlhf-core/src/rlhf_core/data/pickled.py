@@ -50,7 +50,10 @@ def _packed(value: Any) -> Any:
     plain = isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided
     if not plain or value.requires_grad:
         return value
-    memory: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = value.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of one number that was cut out of a matrix, which counts as contiguous
+        flat = flat.new_empty(flat.shape).copy_(flat)
+    memory: Any = flat.view(torch.uint8).numpy()
     return _Bytes(value.dtype, tuple(value.shape), pickle.PickleBuffer(memory))
 
 
