@@ -20,7 +20,7 @@ from rlhf_launch.online.preflight import Inputs
 from rlhf_launch.online.report import Reporter
 from rlhf_launch.online.state import RunState
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
-from rlhf_launch.placement.plans import reward_plans, roles_of, rollout_plans, training_plans
+from rlhf_launch.placement.plans import all_training_plans, rollout_plans
 from rlhf_launch.placement.resolve import resolved
 from rlhf_launch.placement.start import Workers, executor_of, start_workers
 from rlhf_launch.samples.groups import GroupMaker, MakeGroups
@@ -116,8 +116,7 @@ def open_run(
 def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Waits) -> Iterator[Workers]:
     """One placement for all workers of the run."""
     backends = inputs.backends
-    training = {role: training_plans(config, backends, role) for role in roles_of(config)}
-    training |= {f"{REWARD}{name}": plans for name, plans in reward_plans(config, backends).items()}
+    training = all_training_plans(config, backends)
     executor = executor_of(config, backends)
     rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank)
 

@@ -12,7 +12,7 @@ from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.fill import filled
 from rlhf_launch.placement.layout import Bundle, Host, Layout, Seat, lay_out
-from rlhf_launch.placement.plans import reward_plans, roles_of, rollout_plans, training_plans
+from rlhf_launch.placement.plans import all_training_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, hosts_there, resolve_backends
 from rlhf_launch.tables import aligned
 from rlhf_launch.workers.devices import described_turns
@@ -22,10 +22,9 @@ _TITLES = ("role", "workers", "host", "GPUs", "in turns with", "runs", "model", 
 
 def plans_of(config: OnlineConfig, backends: ResolvedBackends) -> list[WorkerPlan]:
     """All workers of a run, role by role, the rollout engines last."""
-    training = [training_plans(config, backends, role) for role in roles_of(config)]
-    rewards = reward_plans(config, backends).values()
+    training = all_training_plans(config, backends).values()
     rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank)
-    return [plan for plans in (*training, *rewards, rollout) for plan in plans]
+    return [plan for plans in (*training, rollout) for plan in plans]
 
 
 def online_plan(config: OnlineConfig, hosts: Sequence[Host] | None = None) -> str:

@@ -76,9 +76,13 @@ def check_engines(config: OnlineConfig, backends: ResolvedBackends) -> None:
     Raises:
         ConfigError: one cannot, with the setting.
     """
-    for role in roles_of(config):
-        training_plans(config, backends, role)
-    reward_plans(config, backends)
+    all_training_plans(config, backends)
+
+
+def all_training_plans(config: OnlineConfig, backends: ResolvedBackends) -> dict[str, list[WorkerPlan]]:
+    """The ranks of every training engine of a run, reward models last, by the names of the roles."""
+    plans: dict[str, list[WorkerPlan]] = {role: training_plans(config, backends, role) for role in roles_of(config)}
+    return plans | {REWARD + part: ranks for part, ranks in reward_plans(config, backends).items()}
 
 
 def reward_plans(config: WorkerNeeds, backends: ResolvedBackends) -> dict[str, list[WorkerPlan]]:

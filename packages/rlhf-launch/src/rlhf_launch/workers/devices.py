@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rlhf_launch.config.placement import REWARD
+
 ROLLOUT = "rollout"
 """The name of all rollout engines together, beside those of the training engines."""
 
@@ -150,7 +152,7 @@ def turns_by_phase(roles: Sequence[str], shared: Sequence[Collection[str]]) -> d
     """
     sharing = set[str]().union(*shared)
     training = [role for role in ("policy", "reference", "critic") if role in roles]
-    samplers = [role for role in roles if role == ROLLOUT or role.startswith("reward ")]
+    samplers = [role for role in roles if role == ROLLOUT or role.startswith(REWARD)]
     phases = {
         "generate": [samplers],
         "score": in_turns(training, shared),
