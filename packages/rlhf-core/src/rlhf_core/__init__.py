@@ -39,6 +39,7 @@ from rlhf_core.data.packed import (
     PackedFlags,
     PackedFloats,
     PackedInts,
+    Run,
 )
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
@@ -253,6 +254,7 @@ __all__ = [
     "Role",
     "RolloutBackend",
     "RolloutConfig",
+    "Run",
     "RunStopped",
     "Sample",
     "SamplingConfig",

@@ -1,14 +1,16 @@
 """Sequences of numbers in one array, which must be as good as tuples."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rlhf_core import PackedDoubles, PackedFlags, PackedFloats, PackedInts
+from rlhf_core import PackedDoubles, PackedFlags, PackedFloats, PackedInts, Run
+from rlhf_core.data import packed
 
 KINDS = {
     PackedInts: st.integers(-(2**31), 2**31 - 1),
@@ -22,10 +24,28 @@ cases = st.sampled_from(list(KINDS)).flatmap(
 places = st.none() | st.integers(-9, 9)
 
 
+@pytest.fixture
+def every_part_is_kept(monkeypatch):
+    monkeypatch.setattr(packed, "_WORTH_A_PART", 0)
+
+
 @given(cases, places, places, st.sampled_from([None, 1, 2, -1, -2]))
 def test_it_does_what_a_tuple_does(case, start, stop, step):
     kind, first, second = case
-    one, other, part = kind(first), tuple(second), slice(start, stop, step)
+    does_what_a_tuple_does(kind(first), first, second, slice(start, stop, step))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases, st.integers(0, 9), places, places, st.sampled_from([None, 1, 2, -1, -2]))
+def test_parts_and_runs_are_no_different(every_part_is_kept, case, cut, start, stop, step):
+    kind, first, second = case
+    first = [value for value in first for _ in range(1 + cut % 3)]
+    one = kind.joined([kind(first[:cut]), kind(first[cut:]).compressed()])
+    does_what_a_tuple_does(one, first, second, slice(start, stop, step))
+
+
+def does_what_a_tuple_does(one, first, second, part):
+    kind, other = type(one), tuple(second)
     assert one == tuple(first)
     assert one == first
     assert tuple(one) == tuple(first)
@@ -109,12 +129,12 @@ def test_any_array_or_tensor_will_do():
 
 def test_it_cannot_be_changed():
     given = np.array([1, 2], dtype=np.int32)
-    packed = PackedInts(given)
+    numbers = PackedInts(given)
     given[0] = 9
-    assert packed == (1, 2)
+    assert numbers == (1, 2)
     with pytest.raises(ValueError, match="read-only"):
-        np.asarray(packed)[0] = 9
-    assert copy.deepcopy(packed) is packed is copy.copy(packed) is PackedInts.of(packed)
+        np.asarray(numbers)[0] = 9
+    assert copy.deepcopy(numbers) is numbers is copy.copy(numbers) is PackedInts.of(numbers)
 
 
 def test_memory_that_another_wrote_is_read_where_it_is():
@@ -132,6 +152,34 @@ def test_parts_are_joined():
     assert PackedFloats.joined([PackedFloats([1.0]), [2.0], np.array([3.0])]) == (1.0, 2.0, 3.0)
     assert PackedFloats.joined([]) == ()
     assert PackedInts.full(2, -1) == (-1, -1)
+
+
+def test_long_parts_are_not_copied():
+    prompt, response = PackedInts(range(100)), PackedInts(range(500))
+    row = prompt + response
+    assert row[100:] == response
+    assert np.shares_memory(row.parts[0], np.asarray(prompt))
+    assert np.shares_memory(row.parts[1], np.asarray(response))
+    assert len((row + (7,) * 3).parts) == 3
+    assert len(PackedInts.joined([prompt[:90], [7]]).parts) == 1  # not worth it
+    buffers = []
+    sent = pickle.dumps((row, prompt), protocol=5, buffer_callback=buffers.append)
+    assert [len(buffer.raw()) for buffer in buffers] == [400, 2000, 400]
+    found, _ = pickle.loads(sent, buffers=[buffer.raw().tobytes() for buffer in buffers])
+    assert found == row
+    assert found.parts[1].flags.writeable is False
+
+
+def test_what_repeats_is_kept_as_runs():
+    mask = PackedFlags([False] * 300 + [True] * 500).compressed()
+    assert mask.parts == (Run(False, 300), Run(True, 500))
+    assert mask[200:400].parts == (Run(False, 100), Run(True, 100))
+    assert (mask.index(True), mask.count(True), mask[-1], mask[299]) == (300, 500, True, False)
+    assert len(pickle.dumps(mask, protocol=5)) < 200
+    assert PackedInts(range(1000)).compressed().parts[0][5] == 5
+    signs = PackedFloats([0.0] * 200 + [-0.0] * 200).compressed()
+    assert [math.copysign(1, part.value) for part in signs.parts] == [1, -1]
+    assert PackedInts.full(300, -1).parts == (Run(-1, 300),)
 
 
 def test_a_long_one_is_shown_in_part():

@@ -83,7 +83,7 @@ class Sample:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", PackedInts.of(self.token_ids))
         object.__setattr__(self, "log_probs", PackedFloats.of(self.log_probs))
-        object.__setattr__(self, "weight_versions", PackedInts.of(self.weight_versions))
+        object.__setattr__(self, "weight_versions", PackedInts.of(self.weight_versions).compressed())
         if not len(self.token_ids) == len(self.log_probs) == len(self.weight_versions):
             raise ValueError(
                 f"a sample needs one log-prob and one weight version per token, got {len(self.token_ids)} "

@@ -1,10 +1,10 @@
-"""Immutable sequences of numbers that are one array inside: tokens, log-probs and masks by the million."""
+"""Immutable sequences of numbers that are arrays inside: tokens, log-probs and masks by the million."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self, TypeVar, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, overload
 
 import numpy as np
 import torch
@@ -12,15 +12,31 @@ from numpy.typing import NDArray
 
 T = TypeVar("T", int, float, bool)
 _SHOWN = 64
+_WORTH_A_PART = 64
+"""Numbers below which a part of a sequence is no part of its own: to copy it costs less than to look after it."""
+
+
+class Run(NamedTuple):
+    """One number many times."""
+
+    value: Any
+    count: int
+
+
+Part = NDArray[Any] | Run
+"""What a packed sequence is made of."""
 
 
 class Packed(Sequence[T]):
-    """A sequence that behaves as a tuple of Python numbers and holds one array of four bytes a number, or fewer.
+    """A sequence that behaves as a tuple of Python numbers and holds arrays of four bytes a number, or fewer.
 
     It is made of any sequence, array or tensor of one dimension; a number that its type cannot hold is refused, and
-    a float is rounded to the nearest one that it can. `numpy.asarray` gives the array, which cannot be written,
-    without a copy. An array that can be written is copied, another one is shared: memory that another process
-    wrote (Ray's object store) is read where it is. A pickle of protocol 5 has the array as one buffer out of band.
+    a float is rounded to the nearest one that it can. An array that can be written is copied, another one is
+    shared: memory that another process wrote (Ray's object store) is read where it is.
+
+    What long sequences are joined of is not copied: `parts` are the arrays that were there, and runs of one number.
+    `numpy.asarray` gives one array, which cannot be written: the only part itself, else a copy of all that nobody
+    keeps. A pickle of protocol 5 has each array as a buffer out of band.
 
     `+` concatenates, `*` repeats, `==` compares the whole, all as for tuples: nothing is ever done by element, also
     not with arrays.
@@ -33,7 +49,7 @@ class Packed(Sequence[T]):
         ValueError: it has more than one dimension, or a number that the type cannot hold.
     """
 
-    __slots__ = ("_array",)
+    __slots__ = ("_length", "_parts")
     __array_ufunc__ = None  # an array with this on the other side of an operator leaves it to this class
 
     kind: ClassVar[np.dtype[Any]]
@@ -42,8 +58,10 @@ class Packed(Sequence[T]):
     """Kinds of numbers that are converted, by numpy's letters."""
 
     def __init__(self, values: Sequence[Any] | NDArray[Any] | torch.Tensor | Packed[Any] = ()) -> None:
-        self._array: NDArray[Any] = self._converted(values)
-        self._array.flags.writeable = False
+        array = self._converted(values)
+        array.flags.writeable = False
+        self._parts: tuple[Part, ...] = (array,)
+        self._length = len(array)
 
     @classmethod
     def of(cls, values: Sequence[Any] | NDArray[Any] | torch.Tensor | Packed[Any]) -> Self:
@@ -53,21 +71,60 @@ class Packed(Sequence[T]):
     @classmethod
     def full(cls, length: int, value: T) -> Self:
         """One number many times."""
-        return cls._owning(np.full(length, value, dtype=cls.kind))
+        return cls._of_parts([Run(cls.kind.type(value).item(), max(0, length))])
 
     @classmethod
     def joined(cls, parts: Sequence[Sequence[Any] | NDArray[Any] | Packed[Any]]) -> Self:
-        """All parts one after the other, with one copy."""
-        arrays = [np.asarray(cls.of(part)) for part in parts]
-        return cls._owning(np.concatenate(arrays)) if arrays else cls()
+        """All parts one after the other; long ones are shared, short ones are copied."""
+        return cls._of_parts([inner for part in parts for inner in cls.of(part)._parts])
 
     @classmethod
-    def _owning(cls, array: NDArray[Any]) -> Self:
-        """An array that nobody else knows."""
+    def _of_parts(cls, parts: Iterable[Part]) -> Self:
+        """Parts of this kind that nobody will write."""
+        kept: list[Part] = []
+        length = 0
+        for part in parts:
+            if count := part[1] if type(part) is Run else len(part):
+                kept.append(part)
+                length += count
+        alone = len(kept) == 1 and type(kept[0]) is not Run
+        if not alone and (length < _WORTH_A_PART * len(kept) or not kept):
+            whole = _whole(kept, length, cls.kind)
+            whole.flags.writeable = False
+            kept = [whole]
         new = object.__new__(cls)
-        array.flags.writeable = False
-        new._array = array
+        new._length, new._parts = length, tuple(kept)
         return new
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The arrays and runs that it is made of, one after the other."""
+        return self._parts
+
+    @property
+    def _array(self) -> NDArray[Any]:
+        first = self._parts[0]
+        if len(self._parts) == 1 and not isinstance(first, Run):
+            return first
+        whole = _whole(self._parts, self._length, self.kind)
+        whole.flags.writeable = False
+        return whole
+
+    def compressed(self) -> Self:
+        """The same numbers with runs in place of arrays, where numbers repeat so often that they take less room."""
+        if all(isinstance(part, Run) for part in self._parts):
+            return self
+        array = self._array
+        # Floats are compared by their bits: 0.0 is not -0.0, and NaN is itself.
+        bits = array.view(f"u{array.itemsize}")
+        some = bits[:_SHOWN]
+        if not len(bits) or np.count_nonzero(some[1:] != some[:-1]) > len(some) // 2:
+            return self
+        starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))
+        if _WORTH_A_PART * len(starts) > len(bits):
+            return self
+        counts = np.diff(starts, append=len(bits)).tolist()
+        return self._of_parts(map(Run, array[starts].tolist(), counts))
 
     @classmethod
     def _converted(cls, values: Any) -> NDArray[Any]:
@@ -103,16 +160,37 @@ class Packed(Sequence[T]):
         return self._array.tolist()
 
     def __len__(self) -> int:
-        return len(self._array)
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> T: ...
     @overload
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: int | slice) -> T | Self:
-        if isinstance(index, slice):
-            return self._owning(self._array[index])
-        return self._array[index].item()
+        if not isinstance(index, slice):
+            return self._at(range(self._length)[index])
+        start, stop, step = index.indices(self._length)
+        if step != 1:
+            return self._of_parts([self._array[index]])
+        cut: list[Part] = []
+        begin = 0
+        for part in self._parts:
+            end = begin + length_of(part)
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                inside = part[low - begin : high - begin] if type(part) is not Run else Run(part.value, high - low)
+                cut.append(inside)
+            begin = end
+        return self._of_parts(cut)
+
+    def _at(self, place: int) -> T:
+        for part in self._parts:
+            if place < (count := length_of(part)):
+                break
+            place -= count
+        else:
+            raise IndexError(place)
+        return part.value if isinstance(part, Run) else part[place].item()
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._array.tolist())
@@ -122,14 +200,26 @@ class Packed(Sequence[T]):
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """See tuple."""
-        found = self._array[start:stop] == value
-        if not found.any():
-            raise ValueError(f"{value!r} is not in the sequence")
-        return range(len(self))[start:stop][int(found.argmax())]
+        if start or stop is not None:
+            return range(self._length)[start:stop][self[start:stop].index(value)]
+        begin = 0
+        for part in self._parts:
+            if isinstance(part, Run):
+                if part.value == value or self.kind.type(part.value) == value:
+                    return begin
+            elif (found := part == value).any():
+                return begin + int(found.argmax())
+            begin += length_of(part)
+        raise ValueError(f"{value!r} is not in the sequence")
 
     def count(self, value: Any) -> int:
         """See tuple."""
-        return int(np.count_nonzero(self._array == value))
+        return sum(
+            part.count * int(self.kind.type(part.value) == value)
+            if isinstance(part, Run)
+            else int(np.count_nonzero(part == value))
+            for part in self._parts
+        )
 
     def __add__(self, other: Any) -> Self:
         if isinstance(other, (tuple, list, type(self))):
@@ -142,7 +232,7 @@ class Packed(Sequence[T]):
         return NotImplemented
 
     def __mul__(self, times: int) -> Self:
-        return self._owning(np.tile(self._array, max(0, times))) if isinstance(times, int) else NotImplemented
+        return self._of_parts(self._parts * max(0, times)) if isinstance(times, int) else NotImplemented
 
     __rmul__ = __mul__
 
@@ -157,13 +247,12 @@ class Packed(Sequence[T]):
         return hash(tuple(self._array.tolist()))  # as that of the tuple that it equals
 
     def __repr__(self) -> str:
-        shown = self._array[:_SHOWN].tolist()
+        shown = self[:_SHOWN].tolist()
         more = f", ... {len(self)} in all]" if len(self) > _SHOWN else "]"
         return f"{type(self).__name__}({str(shown)[:-1]}{more})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        whole: Any = np.ascontiguousarray(self._array)
-        return _unpickled, (type(self), pickle.PickleBuffer(whole) if protocol >= 5 else whole.tobytes())
+        return _unpickled, (type(self), [_sent(part, protocol) for part in self._parts])
 
     def __copy__(self) -> Self:
         return self
@@ -172,9 +261,45 @@ class Packed(Sequence[T]):
         return self
 
 
-def _unpickled(cls: type[Packed[Any]], memory: Any) -> Packed[Any]:
+def length_of(part: Part) -> int:
+    """Numbers of a part."""
+    return part.count if isinstance(part, Run) else len(part)
+
+
+def fill(target: NDArray[Any], parts: Iterable[Part]) -> None:
+    """Write parts one after the other into an array, from its start on."""
+    begin = 0
+    for part in parts:
+        end = begin + length_of(part)
+        target[begin:end] = part.value if isinstance(part, Run) else part
+        begin = end
+
+
+def _whole(parts: Sequence[Part], length: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    whole = np.empty(length, dtype=kind)
+    fill(whole, parts)
+    return whole
+
+
+def _sent(part: Part, protocol: Any) -> Any:
+    """A part as it goes into a pickle: as two numbers, or as memory."""
+    if isinstance(part, Run):
+        return tuple(part)
+    whole: Any = np.ascontiguousarray(part)
+    return pickle.PickleBuffer(whole) if protocol >= 5 else whole.tobytes()
+
+
+def _unpickled(cls: type[Packed[Any]], sent: Sequence[Any]) -> Packed[Any]:
     """Numbers in memory that the pickle brought, or that another process wrote."""
-    return cls._owning(np.frombuffer(memory, dtype=cls.kind))  # pyright: ignore[reportPrivateUsage]
+    parts = [Run(*part) if isinstance(part, tuple) else _read(part, cls.kind) for part in sent]
+    return cls._of_parts(parts)  # pyright: ignore[reportPrivateUsage]
+
+
+def _read(memory: Any, kind: np.dtype[Any]) -> NDArray[Any]:
+    array = np.frombuffer(memory, dtype=kind)
+    if array.flags.writeable:
+        array.flags.writeable = False
+    return array
 
 
 class PackedInts(Packed[int]):

@@ -16,6 +16,7 @@ from rlhf_core.data.packed import (
     PackedFlags,
     PackedFloats,
     PackedInts,
+    Run,
 )
 from rlhf_core.data.sampling import LogProbMeaning
 
@@ -77,7 +78,8 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         for name, kind in _COLUMNS.items():
-            object.__setattr__(self, name, kind.of(getattr(self, name)))
+            packed = kind.of(getattr(self, name))
+            object.__setattr__(self, name, packed.compressed() if name in _REPEATING else packed)
         lengths = {name: len(getattr(self, name)) for name in _COLUMNS if name != "rewards" or self.rewards}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"trajectory {self.sample_id!r}: arrays differ in length: {lengths}")
@@ -85,18 +87,9 @@ class Trajectory:
             raise ValueError(
                 f"trajectory {self.sample_id!r}: needs at least one prompt token before the first sampled one"
             )
-        sampled, log_probs = np.asarray(self.response_mask), np.asarray(self.rollout_log_probs)
-        # NaN is in no range.
-        known = (log_probs > -np.inf) & (log_probs <= 1e-3) & (np.asarray(self.weight_versions) >= 0)
-        if not (known | ~sampled).all():
-            position = int((~known & sampled).argmax())
-            raise ValueError(
-                f"trajectory {self.sample_id!r}: sampled token at position {position} needs a finite "
-                f"log-prob <= 0 and a weight version >= 0, got {self.rollout_log_probs[position]} and "
-                f"{self.weight_versions[position]}"
-            )
+        self._check_sampled()
         if self.rewards:
-            rewards = np.asarray(self.rewards)
+            rewards, sampled = np.asarray(self.rewards), np.asarray(self.response_mask)
             wrong = ~np.isfinite(rewards) | ((rewards != 0) & ~sampled)
             if wrong.any():
                 position = int(wrong.argmax())
@@ -105,11 +98,43 @@ class Trajectory:
                     "rewards must be finite, and 0 on tokens that the policy did not sample"
                 )
 
+    def _check_sampled(self) -> None:
+        """Refuse a sampled token without a log-prob or a version."""
+        if self._plainly_sampled():
+            return
+        sampled, log_probs = np.asarray(self.response_mask), np.asarray(self.rollout_log_probs)
+        # NaN is in no range.
+        known = (log_probs > -np.inf) & (log_probs <= _LARGEST) & (np.asarray(self.weight_versions) >= 0)
+        if not (known | ~sampled).all():
+            position = int((~known & sampled).argmax())
+            raise ValueError(
+                f"trajectory {self.sample_id!r}: sampled token at position {position} needs a finite "
+                f"log-prob <= 0 and a weight version >= 0, got {self.rollout_log_probs[position]} and "
+                f"{self.weight_versions[position]}"
+            )
+
+    def _plainly_sampled(self) -> bool:
+        """Whether all tokens have a log-prob, and all after a prompt a version: without a look at every number."""
+        for part in self.rollout_log_probs.parts:
+            low, high = (part.value, part.value) if isinstance(part, Run) else (part.min(), part.max())
+            if not (low > -np.inf and high <= _LARGEST):  # NaN is in no range
+                return False
+        first, *rest = self.weight_versions.parts
+        if isinstance(first, Run) and first.value < 0:
+            prompt = self.response_mask.parts[0]
+            if not (isinstance(prompt, Run) and not prompt.value and prompt.count >= first.count):
+                return False
+        else:
+            rest = [first, *rest]
+        return all((part.value if isinstance(part, Run) else part.min()) >= 0 for part in rest)
+
     @property
     def prompt_length(self) -> int:
         """Number of tokens before the first sampled one (all of them if none was sampled)."""
-        first = int(np.asarray(self.response_mask).argmax())
-        return first or len(self.token_ids)  # the first token is never sampled
+        try:
+            return self.response_mask.index(True)
+        except ValueError:
+            return len(self.token_ids)
 
     @property
     def response_length(self) -> int:
@@ -122,6 +147,9 @@ class Trajectory:
         return self.token_ids[self.prompt_length :]
 
 
+_LARGEST = 1e-3
+"""A log-prob that rounding may give."""
+_REPEATING = frozenset({"response_mask", "weight_versions"})
 _COLUMNS = {
     "token_ids": PackedInts,
     "response_mask": PackedFlags,

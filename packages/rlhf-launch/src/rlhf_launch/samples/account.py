@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rlhf_rollout import ScoredGroup
 
-from rlhf_launch.samples.groups import known_versions
+from rlhf_launch.samples.groups import version_span
 from rlhf_launch.samples.prompts import PromptStream
 
 Unused = Literal["filtered", "dropped"]
@@ -59,8 +59,8 @@ class PromptAccount:
         entry = {"position": position, "row": self._prompts.at(position).prompt_id, "outcome": outcome}
         if outcome == "dropped":
             return entry | {"reason": group.dropped[0].reason}
-        versions = known_versions(group.trajectories)
-        spans = {"versions": [int(versions.min()), int(versions.max())]} if versions.size else {}
+        span = version_span(group.trajectories)
+        spans = {} if span is None else {"versions": list(span)}
         return entry | {"lengths": [t.response_length for t in group.trajectories]} | spans
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rlhf_core import (
     Batch,
     CapabilityError,
     DroppedSample,
+    Run,
     SamplingConfig,
     Trajectory,
     collate,
@@ -157,22 +156,21 @@ def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
 
 def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Weight updates between each sample's oldest token and the weights that are trained now: mean and max."""
-    oldest = [
-        int(versions.min())
-        for group in groups
-        for trajectory in group.trajectories
-        if (versions := known_versions([trajectory])).size
-    ]
-    if not oldest:
+    spans = [span for group in groups for one in group.trajectories if (span := version_span([one])) is not None]
+    if not spans:
         return {}
-    found = [version - old for old in oldest]
+    found = [version - oldest for oldest, _ in spans]
     return {"staleness/mean": sum(found) / len(found), "staleness/max": float(max(found))}
 
 
-def known_versions(trajectories: Iterable[Trajectory]) -> NDArray[np.int32]:
-    """The weight versions of all sampled tokens."""
-    versions = np.concatenate([np.asarray(trajectory.weight_versions) for trajectory in trajectories])
-    return versions[versions >= 0]
+def version_span(trajectories: Iterable[Trajectory]) -> tuple[int, int] | None:
+    """The oldest and the newest weights of all sampled tokens; None where nothing was sampled."""
+    found: list[int] = []
+    for trajectory in trajectories:
+        for part in trajectory.weight_versions.parts:
+            known = [part.value] if isinstance(part, Run) else part[part >= 0].tolist()
+            found += [version for version in (min(known, default=-1), max(known, default=-1)) if version >= 0]
+    return (min(found), max(found)) if found else None
 
 
 async def _awaited(samples: Awaitable[list[Trajectory | DroppedSample]]) -> list[Trajectory | DroppedSample]:
