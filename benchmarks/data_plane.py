@@ -18,6 +18,7 @@ they are in flight, which in a run are in Ray's object store. Each size runs in 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import pickle
@@ -38,6 +39,7 @@ from rlhf_algos import GRPO, PPO
 from rlhf_core import (
     BackendCapabilities,
     Batch,
+    EngineConfig,
     GenerationRequest,
     GenerationResult,
     ModelOutputs,
@@ -62,6 +64,7 @@ from rlhf_launch import (
     RolloutPool,
     Trainer,
     TrainGroup,
+    TrainWorker,
     UpdatePlan,
     Waits,
     pack_groups,
@@ -160,8 +163,8 @@ class FakeEngine:
         )
 
 
-class FakeRank:
-    """A training rank whose log-probs and values are all -0.5."""
+class FakeTrainEngine:
+    """A training engine whose log-probs and values are all -0.5."""
 
     def score(self, batch: Batch, outputs: Sequence[str]) -> ModelOutputs:
         """See TrainEngine."""
@@ -171,9 +174,17 @@ class FakeRank:
         """See TrainEngine."""
         return StepReport(loss=1.0, grad_norm=1.0, learning_rate=1e-6, tokens=batch.tokens)
 
-    def memory(self) -> dict[str, int]:
-        """Nothing to report."""
-        return {}
+
+class FakeRank(TrainWorker):
+    """A training rank as runs have it, but for its engine."""
+
+    def __init__(self) -> None:
+        super().__init__("", EngineConfig(model="none", role="policy"), {})
+
+    @property
+    def engine(self) -> Any:
+        """See TrainWorker."""
+        return FakeTrainEngine()
 
 
 class FirstBest:
@@ -233,6 +244,7 @@ def driver(samples: int, tokens: int, *, critic: bool, tail: bool) -> dict[str, 
     producer = Producer(
         make, PromptStream(prompts, seed=0, shuffle=False), ledger, pool, ProducerConfig(samples=GROUP), waits
     )
+    gc.freeze()  # as a run does when its workers are up
     before, found = _resident(), {}
     mark, aside.seconds = time.process_time(), 0.0
 

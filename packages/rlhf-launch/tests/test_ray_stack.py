@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 from rlhf_algos import CheckpointStore, from_mapping
-from rlhf_core import ResourceError, SamplingConfig, collate
+from rlhf_core import RaggedBatch, ResourceError, SamplingConfig, collate
 from rlhf_launch.config.rollout import Overlap
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.loop import restore, run_steps
@@ -132,10 +132,9 @@ def test_a_kept_step_of_two_ranks_is_replayed_by_the_torch_engine(run):
 
 def test_a_sync_makes_the_generator_equal_to_the_trainer(run):
     assert mismatch(run, "in-sync") < 1e-4
-    batch = collate(sample(run, run.prompts.take(6), label="more"))
-    batch = run.trainer.score(batch, run.trainer.asked_before(0)).with_columns(
-        truncated=torch.zeros(batch.rows, dtype=torch.bool)
-    )
+    rows = RaggedBatch.of_trajectories(sample(run, run.prompts.take(6), label="more"))
+    batch = run.trainer.score(rows, run.trainer.asked_before(0)).padded()
+    batch = batch.with_columns(truncated=torch.zeros(batch.rows, dtype=torch.bool))
     recipe = run.trainer.recipe
     batch, _ = recipe.prepare(batch, torch.randn(batch.rows), torch.arange(batch.rows), kl_coef=0.0)
     run.trainer.policy.step(batch, recipe.policy_loss())

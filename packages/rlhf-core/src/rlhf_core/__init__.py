@@ -41,6 +41,7 @@ from rlhf_core.data.packed import (
     PackedInts,
     Run,
 )
+from rlhf_core.data.ragged import RaggedBatch, RaggedColumn
 from rlhf_core.data.sampling import LogProbMeaning, SamplingConfig
 from rlhf_core.data.trajectory import Trajectory
 from rlhf_core.errors import (
@@ -243,6 +244,8 @@ __all__ = [
     "ProbeGap",
     "ProbeLimit",
     "RLHFError",
+    "RaggedBatch",
+    "RaggedColumn",
     "RandomState",
     "Ranks",
     "Receiver",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from rlhf_launch.replay.parting import Parting
     from rlhf_launch.replay.rerun import replay_step
     from rlhf_launch.replay.result import Replay
-    from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, staleness
+    from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, rows_of_groups, staleness
     from rlhf_launch.samples.ledger import Ledger, LedgerLimits
     from rlhf_launch.samples.producer import CollectReport, Producer, ProducerConfig
     from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptStream, read_prompts
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from rlhf_launch.workers.pulse import Pulse
     from rlhf_launch.workers.rollout_pool import RolloutPool
     from rlhf_launch.workers.train_group import TrainGroup
+    from rlhf_launch.workers.train_rank import TrainWorker
     from rlhf_launch.workers.waits import Waits, WorkerLostError
 
 _MODULES = {
@@ -109,7 +110,7 @@ _MODULES = {
     "replay.parting": ("Parting",),
     "replay.rerun": ("replay_step",),
     "replay.result": ("Replay",),
-    "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "staleness"),
+    "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "rows_of_groups", "staleness"),
     "samples.ledger": ("Ledger", "LedgerLimits"),
     "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
     "samples.prompts": ("Prompt", "PromptFormat", "PromptStream", "read_prompts"),
@@ -133,6 +134,7 @@ _MODULES = {
     "workers.pulse": ("Pulse",),
     "workers.rollout_pool": ("RolloutPool",),
     "workers.train_group": ("TrainGroup",),
+    "workers.train_rank": ("TrainWorker",),
     "workers.waits": ("Waits", "WorkerLostError"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -200,6 +202,7 @@ __all__ = [
     "SimulationReport",
     "SyncReport",
     "TrainGroup",
+    "TrainWorker",
     "Trainer",
     "UpdatePlan",
     "Waits",
@@ -237,6 +240,7 @@ __all__ = [
     "request_seed",
     "response_sampler",
     "restore",
+    "rows_of_groups",
     "run_steps",
     "schedule_of",
     "staleness",

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_core import Batch
+from rlhf_core import Batch, RaggedBatch
 from rlhf_launch.bundles.batches import pack_batch, unpack_batch
 
 
@@ -29,7 +29,7 @@ def a_batch(lengths, seed=0):
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_a_batch_comes_back_to_the_last_bit(lengths):
     batch = a_batch(lengths)
-    back = unpack_batch(pack_batch(batch), temperature=0.5, sample_ids=batch.sample_ids)
+    back = unpack_batch(pack_batch(RaggedBatch.of(batch)), temperature=0.5, sample_ids=batch.sample_ids)
     for name in ("token_ids", "attention_mask", "response_mask"):
         assert torch.equal(getattr(back, name), getattr(batch, name)), name
     assert back.columns.keys() == batch.columns.keys()
@@ -40,7 +40,7 @@ def test_a_batch_comes_back_to_the_last_bit(lengths):
 
 
 def test_padding_takes_no_room():
-    packed = pack_batch(a_batch([2, 100]))
+    packed = pack_batch(RaggedBatch.of(a_batch([2, 100])))
     assert packed["token/old_log_probs"].shape == (102,)
     assert packed["token/routed_experts"].shape == (102, 3)
     assert packed["row/scores"].shape == (2,)

@@ -11,7 +11,7 @@ from rlhf_algos import FixedKL
 from rlhf_core import CheckpointError, ConfigError, DataError, RunStopped, Score, StepReport, Trajectory
 from rlhf_launch.bundles.bundle import read_bundle
 from rlhf_launch.bundles.keep import BundleKeeper, kept_step
-from rlhf_launch.samples.groups import collate_groups
+from rlhf_launch.samples.groups import rows_of_groups
 from rlhf_rollout import ScoredGroup
 
 
@@ -62,8 +62,8 @@ def keeper(settings, make_config):
 
 def take(keeper, step, *, grad_norm=1.5, error=None, groups=GROUPS):
     with keeper.step(step, groups) as trace:
-        trace.batch = collate_groups(groups)
-        trace.batch = trace.batch.with_columns(advantages=torch.full(trace.batch.token_ids.shape, 1 / 3))
+        trace.batch = rows_of_groups(groups)
+        trace.batch = trace.batch.with_columns(advantages=torch.full((trace.batch.rows, trace.batch.width), 1 / 3))
         trace.kl_coef, trace.order = 0.25, [[2, 0], [1, 3]]
         skipped = not math.isfinite(grad_norm)
         metrics = {"entropy": 0.1}

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from rlhf_core import Batch, StepReport
+from rlhf_core import Batch, RaggedBatch, StepReport
 from rlhf_launch.bundles.trace import StepTrace
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])
@@ -13,7 +13,9 @@ def trace(reports=(), **columns):
     batch = Batch(
         token_ids=torch.ones(2, 3).long(), attention_mask=MASK | True, response_mask=MASK, columns=columns
     )
-    return StepTrace(step=1, groups=(), batch=batch, reports={"policy": list(reports)} if reports else {})
+    return StepTrace(
+        step=1, groups=(), batch=RaggedBatch.of(batch), reports={"policy": list(reports)} if reports else {}
+    )
 
 
 def report(*, skipped=False):

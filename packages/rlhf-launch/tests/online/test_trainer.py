@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf_algos import GRPO, PPO, make_recipe
-from rlhf_core import ModelOutputs, SamplingConfig, Score, StepReport, Trajectory
+from rlhf_core import SamplingConfig, Score, StepReport, Trajectory
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.workers.begun import Begun
 from rlhf_launch.workers.devices import SharedDevices, Tenant
+from rlhf_launch.workers.prepare import columns_of_rows, prepare_rows
 from rlhf_launch.workers.waits import Waits
 from rlhf_rollout import ScoredGroup
 
@@ -28,10 +29,14 @@ class Engine:
         self.seen = []
         """Which of the others were at work when this one was asked for something."""
 
-    def begin_score(self, batch, outputs=("log_probs",), *, adapters=True):
+    def begin_score_rows(self, batch, outputs=("log_probs",), *, adapters=True):
         self.scored.append(batch)
-        score = -0.5 if adapters else -0.75
-        return self.begun(ModelOutputs(**{name: score * batch.response_mask.float() for name in outputs}))
+        score = (-0.5 if adapters else -0.75) * batch.padded().response_mask.float()
+        return self.begun(dict.fromkeys(outputs, score))
+
+    def begin_prepare(self, batch, recipe, *, kl_coef):
+        prepared = prepare_rows(batch, recipe, kl_coef)
+        return self.begun((columns_of_rows([prepared.columns], [range(batch.rows)], batch.rows), prepared.metrics))
 
     def begin_step(self, batch, loss):
         self.steps.append((batch, loss))
@@ -115,7 +120,7 @@ def test_a_step_that_came_out_short_has_fewer_minibatches():
 def test_a_policy_with_its_adapters_off_is_its_own_reference():
     run = replace(trainer(GRPO(kl_coef=0.1)), reference=None, reference_is_policy=True)
     batch, _ = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
-    assert torch.equal(batch["ref_log_probs"], -0.75 * batch.response_mask.float())
+    assert torch.equal(batch["ref_log_probs"], -0.75 * batch.padded().response_mask.float())
     assert len(run.policy.scored) == 1  # one update: the policy's own log-probs are the update's
 
 
@@ -174,6 +179,7 @@ def test_roles_that_share_devices_work_in_turns():
     batch, _ = run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert [role.seen for role in (run.policy, run.critic, run.reference)] == [[set()] * 2, [set()] * 2, [set()]]
     apart, _ = ppo_trainer().step([group("a", 0.0, 1.0)], 0, PhaseClock())
+    batch, apart = batch.padded(), apart.padded()
     assert batch.columns.keys() == apart.columns.keys()
     assert all(torch.equal(batch[name], apart[name]) for name in batch.columns)
 
@@ -204,8 +210,8 @@ def test_a_reference_that_is_the_policy_is_where_the_policy_is():
         with devices.moving_in(role.name, Tenant(leave=lambda: None, come=lambda: None)):
             pass
     there = []
-    score = run.policy.begin_score
-    run.policy.begin_score = lambda *args, **how: (there.append(devices.present), score(*args, **how))[1]
+    score = run.policy.begin_score_rows
+    run.policy.begin_score_rows = lambda *args, **how: (there.append(devices.present), score(*args, **how))[1]
     run.step([group("a", 0.0, 1.0)], 0, PhaseClock())
     assert there == [{"policy"}]  # the reference's log-probs; the policy's own are those of the update
 

@@ -4,9 +4,10 @@ from collections import Counter
 import pytest
 import torch
 from rlhf_algos import GRPO, ReinforceConfig, reinforce
-from rlhf_core import Batch, Loss, ModelOutputs, StepReport, cut_batch
+from rlhf_core import Batch, Loss, ModelOutputs, RaggedBatch, StepReport, cut_batch
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.workers.handles import LocalHandle
+from rlhf_launch.workers.prepare import joined_outputs
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.waits import Waits
 
@@ -18,6 +19,9 @@ class EchoRank:
         ids = batch.token_ids.float()
         experts = torch.stack((batch.token_ids, -batch.token_ids), dim=-1).to(torch.int16)
         return ModelOutputs(log_probs=ids * batch.response_mask, scores=ids[:, 0], routed_experts=experts)
+
+    def score_rows(self, batch, outputs, adapters=True):
+        return joined_outputs(self.score(batch.padded(), outputs), batch.padded())
 
     def close(self):
         pass
@@ -44,6 +48,14 @@ def test_scores_come_back_in_the_order_of_the_rows(echoes):
     outputs = echoes.score(batch)
     assert torch.equal(outputs.log_probs, batch.token_ids.float() * batch.response_mask)
     assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
+
+
+def test_rows_without_padding_are_scored_likewise(echoes):
+    for batch in (ragged_batch(), ragged_batch().select([1]), ragged_batch().select([3, 0])):
+        outputs = echoes.begin_score_rows(RaggedBatch.of(batch), ("log_probs", "scores")).result()
+        found = RaggedBatch.of(batch).with_columns(**outputs)
+        assert torch.equal(found["log_probs"], batch.token_ids.float() * batch.response_mask)
+        assert torch.equal(found["scores"], batch.token_ids[:, 0].float())
 
 
 class SeenRank(EchoRank):
@@ -75,7 +87,8 @@ def test_rows_that_run_together_stay_on_one_rank_and_apart_from_copies(ranks):
 
 def test_recorded_experts_go_into_the_update(echoes):
     batch = ragged_batch()
-    experts = Trainer(policy=echoes, recipe=GRPO(), kl=None).score(batch, {"policy": ("log_probs",)})[
+    rows = RaggedBatch.of(batch)
+    experts = Trainer(policy=echoes, recipe=GRPO(), kl=None).score(rows, {"policy": ("log_probs",)})[
         "routed_experts"
     ]
     assert torch.equal(experts[..., 0].long(), batch.token_ids)

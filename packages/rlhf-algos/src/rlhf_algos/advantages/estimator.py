@@ -43,6 +43,11 @@ class AdvantageConfig:
         return ()
 
     @property
+    def by_groups(self) -> bool:
+        """True if the advantages of a group do not depend on other groups."""
+        return False
+
+    @property
     def by_steps(self) -> bool:
         """True if the estimator judges each step of a response where parts of the score fell at certain tokens
         (see `step_advantages`). False if it is called once: it reads the column `rewards` itself, or has no

@@ -85,6 +85,11 @@ class GRPOAdvantagesConfig(GroupConfig):
         GroupConfig.__post_init__(self)
         check_choices("advantage", self, scale=AdvantageScale)
 
+    @property
+    def by_groups(self) -> bool:
+        """True unless the scale is of the batch."""
+        return self.scale in ("group", "none")
+
 
 def grpo_advantages(
     scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: GRPOAdvantagesConfig
@@ -116,6 +121,11 @@ def standard_deviation(values: Float[Tensor, " rows"], *, unbiased: bool) -> Flo
 class RLOOAdvantagesConfig(GroupConfig):
     """Configuration of `rloo_advantages`."""
 
+    @property
+    def by_groups(self) -> bool:
+        """Always."""
+        return True
+
 
 def rloo_advantages(
     scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: RLOOAdvantagesConfig
@@ -129,6 +139,11 @@ def rloo_advantages(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OPOAdvantagesConfig(GroupConfig):
     """Configuration of `opo_advantages`."""
+
+    @property
+    def by_groups(self) -> bool:
+        """Always."""
+        return True
 
 
 def opo_advantages(
@@ -154,6 +169,11 @@ class ReMaxAdvantagesConfig(AdvantageConfig):
         """Always."""
         return True
 
+    @property
+    def by_groups(self) -> bool:
+        """Always."""
+        return True
+
 
 def remax_advantages(
     scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], batch: Batch, config: ReMaxAdvantagesConfig
@@ -171,6 +191,11 @@ class ReinforceAdvantagesConfig(AdvantageConfig):
 
     baseline: float = 0.0
     """Constant that is subtracted; 0.5 where scores are probabilities of being preferred (Nash-MD)."""
+
+    @property
+    def by_groups(self) -> bool:
+        """Always."""
+        return True
 
 
 def reinforce_advantages(

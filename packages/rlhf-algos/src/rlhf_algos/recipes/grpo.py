@@ -87,6 +87,15 @@ class GRPO(PolicyRecipe):
         own = ":" in self.advantage or type(self).prepare is not GRPO.prepare
         return own or bool(self.estimator().says("old_outputs")) or PolicyRecipe.needs_old_log_probs.fget(self)  # type: ignore
 
+    @property
+    def prepares_by_group(self) -> bool:
+        """As the estimator says, if nothing else looks at the whole batch or goes from token to token, which takes
+        as long for a few rows as for all; of another `prepare` nothing is known."""
+        own = type(self).prepare is not GRPO.prepare
+        from_token_to_token = self.gamma != 1 or self.kl_in == "reward"
+        apart = self.rows_are_apart and bool(self.estimator().says("by_groups"))
+        return apart and not (own or self.whiten or from_token_to_token)
+
     def value_loss(self) -> Loss | None:
         """No critic, no loss."""
         return None

@@ -77,6 +77,12 @@ class Recipe(Protocol):
         log-probs for them: its ratios are then 1, and a run with one update per batch needs no pass to score it."""
         ...
 
+    @property
+    def prepares_by_group(self) -> bool:
+        """True if `prepare` may be called with some groups at a time: nothing that it adds to a row depends on
+        other groups. A run then prepares them on its training ranks."""
+        ...
+
     def kl_controller(self) -> KLController:
         """A new controller of the KL coefficient."""
         ...
@@ -88,7 +94,8 @@ class Recipe(Protocol):
         group_ids: Int[Tensor, " rows"],
         kl_coef: float,
     ) -> tuple[Batch, Metrics]:
-        """The batch with all columns that the losses read, and metrics. `batch` is the whole global batch."""
+        """The batch with all columns that the losses read, and metrics. `batch` is the whole global batch, or some
+        whole groups of it where `prepares_by_group`."""
         ...
 
     def policy_loss(self, kl_coef: float | None = None) -> Loss:
@@ -198,6 +205,22 @@ class PolicyRecipe:
         penalty = self.needs_reference and self.kl_in != "loss"
         chooses = ":" in self.loss or self.policy_loss().config.needs_old_log_probs
         return penalty or bool(self.off_policy) or chooses
+
+    @property
+    def prepares_by_group(self) -> bool:
+        """False unless the algorithm says otherwise."""
+        return False
+
+    @property
+    def rows_are_apart(self) -> bool:
+        """Whether shaping, corrections and columns of the loss are each row's own: of a loss of the user's own
+        nothing is known."""
+        alone = not self.shaping.normalize and not self.off_policy  # whose effective sample size is of the batch
+        if ":" in self.loss or self.likelihood_coef:
+            return False
+        config = self.policy_loss().config
+        plain = type(config).add_columns is PolicyTermsConfig.add_columns and config.top_entropy == 1
+        return alone and plain
 
     def kl_controller(self) -> KLController:
         """Adaptive if `kl_target` is set."""

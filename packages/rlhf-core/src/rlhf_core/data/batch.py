@@ -96,6 +96,11 @@ class Batch:
         """Tokens in the batch, padding left out."""
         return int(self.attention_mask.count_nonzero())
 
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that count for the loss."""
+        return int(self.response_mask.count_nonzero())
+
     def __getitem__(self, column: str) -> Tensor:
         try:
             return self.columns[column]

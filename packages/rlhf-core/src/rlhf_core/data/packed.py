@@ -114,17 +114,7 @@ class Packed(Sequence[T]):
         """The same numbers with runs in place of arrays, where numbers repeat so often that they take less room."""
         if all(isinstance(part, Run) for part in self._parts):
             return self
-        array = self._array
-        # Floats are compared by their bits: 0.0 is not -0.0, and NaN is itself.
-        bits = array.view(f"u{array.itemsize}")
-        some = bits[:_SHOWN]
-        if not len(bits) or np.count_nonzero(some[1:] != some[:-1]) > len(some) // 2:
-            return self
-        starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))
-        if _WORTH_A_PART * len(starts) > len(bits):
-            return self
-        counts = np.diff(starts, append=len(bits)).tolist()
-        return self._of_parts(map(Run, array[starts].tolist(), counts))
+        return self._of_parts(runs_of(self._array))
 
     @classmethod
     def _converted(cls, values: Any) -> NDArray[Any]:
@@ -178,8 +168,9 @@ class Packed(Sequence[T]):
             end = begin + length_of(part)
             low, high = max(begin, start), min(end, stop)
             if low < high:
-                inside = part[low - begin : high - begin] if type(part) is not Run else Run(part.value, high - low)
-                cut.append(inside)
+                cut.append(
+                    Run(part.value, high - low) if isinstance(part, Run) else part[low - begin : high - begin]
+                )
             begin = end
         return self._of_parts(cut)
 
@@ -264,6 +255,20 @@ class Packed(Sequence[T]):
 def length_of(part: Part) -> int:
     """Numbers of a part."""
     return part.count if isinstance(part, Run) else len(part)
+
+
+def runs_of(array: NDArray[Any]) -> tuple[Part, ...]:
+    """The runs of an array, where numbers repeat so often that they take less room; else the array."""
+    # Floats are compared by their bits: 0.0 is not -0.0, and NaN is itself.
+    bits = array.view(f"u{array.itemsize}")
+    some = bits[:_SHOWN]
+    if not len(bits) or np.count_nonzero(some[1:] != some[:-1]) > len(some) // 2:
+        return (array,)
+    starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))
+    if _WORTH_A_PART * len(starts) > len(bits):
+        return (array,)
+    counts = np.diff(starts, append=len(bits)).tolist()
+    return tuple(map(Run, array[starts].tolist(), counts))
 
 
 def fill(target: NDArray[Any], parts: Iterable[Part]) -> None:

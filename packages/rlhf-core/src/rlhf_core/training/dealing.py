@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.data.batch import RUN_TOGETHER, Batch
+from rlhf_core.data.ragged import RaggedBatch
 from rlhf_core.training.micro_batches import prompts_of, units_together
 
 _CLOSE = 1.05
@@ -168,7 +169,7 @@ class _Hands:
         return moves
 
 
-def deal_units(batch: Batch, ranks: int) -> list[list[int]]:
+def deal_units(batch: Batch | RaggedBatch, ranks: int) -> list[list[int]]:
     """Units of a batch dealt to ranks: tokens in balance, units with the same prompt together.
 
     Units that must run together (the column `RUN_TOGETHER`) are never split.

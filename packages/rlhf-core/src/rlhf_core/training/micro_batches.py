@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_core.data.batch import RUN_TOGETHER, Batch
+from rlhf_core.data.packed import fill, length_of
+from rlhf_core.data.ragged import RaggedBatch
 from rlhf_core.model.attention.packed import has_dropout, is_packing
 
 
@@ -92,7 +94,7 @@ def cut_batch(batch: Batch, budget: int | TokenBudget) -> list[list[int]]:
     ]
 
 
-def units_together(batch: Batch) -> list[list[int]]:
+def units_together(batch: Batch | RaggedBatch) -> list[list[int]]:
     """Units by the number in the column `RUN_TOGETHER`, in the order of their tokens; without it each alone.
 
     Raises:
@@ -100,6 +102,7 @@ def units_together(batch: Batch) -> list[list[int]]:
     """
     if RUN_TOGETHER not in batch:
         return [[unit] for unit in range(batch.units)]
+    batch = batch.padded() if isinstance(batch, RaggedBatch) else batch
     numbers = batch[RUN_TOGETHER].view(batch.units, -1)
     if bool((numbers != numbers[:, :1]).any()):
         raise ValueError(f"rows of one unit have different numbers in the column {RUN_TOGETHER!r}")
@@ -140,13 +143,32 @@ def _cut(batch: Batch, budget: TokenBudget) -> list[list[int]]:
     return cut
 
 
-def prompts_of(batch: Batch) -> list[RowPrompt]:
+def prompts_of(batch: Batch | RaggedBatch) -> list[RowPrompt]:
     """The prompt of every row."""
+    if isinstance(batch, RaggedBatch):
+        return _ragged_prompts(batch)
     tokens, counts = batch.token_ids.cpu().numpy(), batch.response_mask.cpu().numpy()
     lengths = np.where(counts.any(axis=1), counts.argmax(axis=1), batch.lengths.cpu().numpy()).tolist()
     return [
         RowPrompt(tokens=row[:length].tobytes(), length=length) for row, length in zip(tokens, lengths, strict=True)
     ]
+
+
+def _ragged_prompts(batch: RaggedBatch) -> list[RowPrompt]:
+    prompts: list[RowPrompt] = []
+    # Samples of one prompt share its array.
+    known: dict[int, RowPrompt] = {}
+    for length, tokens in batch.prompt_parts():
+        first = tokens[0] if tokens else None
+        prompt = known.get(id(first))
+        if prompt is None or prompt.length != length:
+            whole = np.empty(sum(map(length_of, tokens)), dtype=np.int64)
+            fill(whole, tokens)
+            prompt = RowPrompt(tokens=whole[:length].tobytes(), length=length)
+            if first is not None and length_of(first) == length:
+                known[id(first)] = prompt
+        prompts.append(prompt)
+    return prompts
 
 
 def _cost(lengths: Sequence[int], prompts: Sequence[RowPrompt], seen: set[bytes] | None) -> int:

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from rlhf_core import Batch
+from rlhf_core import Batch, RaggedBatch
 from torch import Tensor
 
 _LENGTHS = "lengths"
 _TOKEN, _ROW = "token/", "row/"
 
 
-def pack_batch(batch: Batch) -> dict[str, Tensor]:
+def pack_batch(batch: RaggedBatch) -> dict[str, Tensor]:
     """The numbers of a batch: `lengths` [rows], `token/<column>` [tokens, ...] joined over all rows, `row/<column>`
     [rows]. Its names and its temperature are not among them."""
-    mask = batch.attention_mask
-    columns = {"token_ids": batch.token_ids, "response_mask": batch.response_mask, **batch.columns}
-    packed = {_LENGTHS: batch.lengths.clone()}
-    for name, column in columns.items():
-        per_row = column.dim() == 1
-        packed[f"{_ROW if per_row else _TOKEN}{name}"] = (column.clone() if per_row else column[mask]).contiguous()
+    packed = {_LENGTHS: torch.tensor(batch.lengths, dtype=torch.int64)}
+    packed |= {f"{_TOKEN}{name}": torch.from_numpy(column.joined()) for name, column in batch.per_token.items()}
+    packed |= {f"{_ROW}{name}": column.clone().contiguous() for name, column in batch.per_row.items()}
     return packed
 
 
@@ -37,7 +34,7 @@ def unpack_batch(packed: Mapping[str, Tensor], *, temperature: float, sample_ids
             whole[mask] = values
             columns[name.removeprefix(_TOKEN)] = whole
     return Batch(
-        token_ids=columns.pop("token_ids"),
+        token_ids=columns.pop("token_ids").long(),
         attention_mask=mask,
         response_mask=columns.pop("response_mask"),
         columns=columns,

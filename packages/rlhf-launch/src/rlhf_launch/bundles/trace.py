@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rlhf_core import Batch, StepReport
+from rlhf_core import RaggedBatch, StepReport
 from rlhf_rollout import ScoredGroup
 
 Order = list[list[int]]
@@ -24,7 +24,7 @@ class StepTrace:
     kl_state: Mapping[str, Any] = field(default_factory=dict)
     """State of the KL controller before the step."""
     kl_coef: float | None = None
-    batch: Batch | None = None
+    batch: RaggedBatch | None = None
     """The samples with the columns that were added so far; None before they are scored."""
     order: Order | None = None
     """Given before the step, it is followed; else it is what the plan drew."""
@@ -49,11 +49,10 @@ class StepTrace:
     def _not_finite(self) -> Iterator[str]:
         if self.batch is None:
             return
-        for name, column in self.batch.columns.items():
-            if not column.is_floating_point():
-                continue
-            bad = ~torch.isfinite(column)
-            if bad.dim() > 1:
-                bad = (bad.flatten(2).any(dim=2) if bad.dim() > 2 else bad) & self.batch.response_mask
-            if rows := int(bad.reshape(self.batch.rows, -1).any(dim=1).sum()):
+        masks = self.batch.per_token["response_mask"]
+        for name, column in self.batch.per_token.items():
+            if column.kind.kind == "f" and (rows := column.rows_not_finite(masks)):
+                yield f"{name} of {rows} row(s) are not finite"
+        for name, column in self.batch.per_row.items():
+            if column.is_floating_point() and (rows := int((~torch.isfinite(column)).sum())):
                 yield f"{name} of {rows} row(s) are not finite"

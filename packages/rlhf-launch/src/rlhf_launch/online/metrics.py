@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rlhf_core import Batch, StepReport
+from rlhf_core import Batch, RaggedBatch, StepReport
 from rlhf_rollout import ScoredGroup
 
 
@@ -30,7 +30,7 @@ class PhaseClock:
         for phase, spent in seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
-    def metrics(self, batch: Batch, *, overlapping: bool = False) -> dict[str, float]:
+    def metrics(self, batch: Batch | RaggedBatch, *, overlapping: bool = False) -> dict[str, float]:
         """Seconds per phase and step; tokens per second: sampled ones of generation, all of training.
 
         Where generation overlaps the other phases, its tokens are those of the whole step, and its seconds those
@@ -38,7 +38,7 @@ class PhaseClock:
         """
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
         metrics["seconds/step"] = self._now() - self._begin
-        sampled, trained = int(batch.response_mask.count_nonzero()), batch.tokens
+        sampled, trained = batch.response_tokens, batch.tokens
         for phase, tokens in (("rollout", sampled), ("score", trained), ("train", trained)):
             whole_step = phase == "rollout" and overlapping
             if seconds := metrics["seconds/step"] if whole_step else self.seconds.get(phase):
@@ -46,12 +46,8 @@ class PhaseClock:
         return metrics
 
 
-def sample_metrics(groups: Sequence[ScoredGroup], batch: Batch) -> dict[str, float]:
-    """Reward, its components, lengths and truncation of one step's samples.
-
-    `mismatch/log_prob_max` is the largest difference between the sampler's and the trainer's log-prob of one
-    token. It is computed only where both mean the same distribution (see `comparable`).
-    """
+def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Reward, its components, lengths and truncation of one step's samples."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
     values = [score.value for score in scores]
@@ -68,15 +64,14 @@ def sample_metrics(groups: Sequence[ScoredGroup], batch: Batch) -> dict[str, flo
     for name in sorted({name for score in scores for name in score.components}):
         parts = [score.components[name] for score in scores if name in score.components]
         metrics[f"reward/{name}"] = sum(parts) / len(parts)
-    if "old_log_probs" in batch and comparable(groups):
-        gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~batch.response_mask, 0)
-        metrics["mismatch/log_prob_max"] = float(gap.max())
     return metrics
 
 
 def comparable(groups: Sequence[ScoredGroup]) -> bool:
     """Whether the sampler's log-probs are of the trained distribution: no top-p, top-k and the like."""
-    return not any(trajectory.meaning.restricted for group in groups for trajectory in group.trajectories)
+    # Samples of one request share their meaning.
+    meanings = {id(one.meaning): one.meaning for group in groups for one in group.trajectories}
+    return not any(meaning.restricted for meaning in meanings.values())
 
 
 def step_metrics(reports: Mapping[str, Sequence[StepReport]]) -> dict[str, float]:

@@ -9,15 +9,16 @@ from typing import TypeVar
 
 import torch
 from rlhf_algos import KLController, Recipe
-from rlhf_core import Batch, ModelOutputs, StepReport, order_in_groups
+from rlhf_core import Metric, RaggedBatch, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
 from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, step_metrics
-from rlhf_launch.samples.groups import collate_groups, staleness
+from rlhf_launch.samples.groups import rows_of_groups, staleness
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
-from rlhf_launch.workers.train_group import TrainGroup
+from rlhf_launch.workers.prepare import columns_of_rows, prepare_rows
+from rlhf_launch.workers.train_group import RowColumns, TrainGroup
 
 T = TypeVar("T")
 
@@ -78,8 +79,12 @@ class Trainer:
 
     def step(
         self, groups: Sequence[ScoredGroup], step: int, clock: PhaseClock, trace: StepTrace | None = None
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> tuple[RaggedBatch, dict[str, float]]:
         """Train on the groups of a step; returns the batch with all its columns, and the step's metrics.
+
+        Nothing is done here for each token: ranks score rows, prepare them and train on them, and what they give
+        goes on to others in the memory that it came in. Only an algorithm that looks at all rows of a step at once
+        (`Recipe.prepares_by_group` says whether it does not) prepares them in this process.
 
         Args:
             groups: the samples with their scores.
@@ -88,21 +93,22 @@ class Trainer:
             trace: gets what is known as soon as it is known; if it has an order of the rows, that is followed.
         """
         trace = trace or StepTrace(step=step + 1, groups=groups)
-        batch = trace.batch = collate_groups(groups)
+        batch = trace.batch = rows_of_groups(groups)
         if asked := self.asked_before(step):
             with clock("score"):
                 batch = trace.batch = self.score(batch, asked)
         kl_coef = trace.kl_coef = self.kl.value
-        batch, prepared = self.recipe.prepare(batch, batch["scores"], batch["group_ids"], kl_coef=kl_coef)
+        batch, prepared = self.prepare(batch, kl_coef)
         trace.batch = batch
         with clock("train"):
             measured = step_metrics(self.update(batch, step, trace))
+        before = {name: metric.value for name, metric in prepared.items()}
         if not comparable(groups):
-            measured.pop("mismatch/log_prob_max", None)
-        before = {name: mean.value for name, mean in prepared.items()}
+            for found in (before, measured):
+                found.pop("mismatch/log_prob_max", None)
         self.kl.update(_kl_of(before, measured), batch.rows)
         metrics = (
-            sample_metrics(groups, batch)
+            sample_metrics(groups)
             | staleness(groups, step)
             | before
             | measured
@@ -131,28 +137,39 @@ class Trainer:
             asked["critic"] = ("values",)
         return asked
 
-    def score(self, batch: Batch, asked: Mapping[str, tuple[str, ...]]) -> Batch:
+    def prepare(self, batch: RaggedBatch, kl_coef: float) -> tuple[RaggedBatch, dict[str, Metric]]:
+        """The batch with the columns that the losses read, and metrics; see `Recipe.prepare`."""
+        if self.recipe.prepares_by_group:
+            columns, metrics = self.policy.begin_prepare(batch, self.recipe, kl_coef=kl_coef).result()
+            return batch.with_columns(**columns), metrics
+        prepared = prepare_rows(batch, self.recipe, kl_coef)
+        columns = columns_of_rows([prepared.columns], [range(batch.rows)], batch.rows)
+        return batch.with_columns(**columns), dict(prepared.metrics)
+
+    def score(self, batch: RaggedBatch, asked: Mapping[str, tuple[str, ...]]) -> RaggedBatch:
         """Add what the roles are asked for (see `asked_before`); those with devices of their own work at the same
         time."""
         groups = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
 
-        def begin(role: str) -> Begun[ModelOutputs]:
+        def begin(role: str) -> Begun[RowColumns]:
             if role == "reference" and self.reference_is_policy:
-                return self.policy.begin_score(batch, asked[role], adapters=False)
+                return self.policy.begin_score_rows(batch, asked[role], adapters=False)
             group = groups[role]
             if group is None:
                 raise RuntimeError(f"the run has no {role} to ask for {', '.join(asked[role])}")
-            return group.begin_score(batch, asked[role])
+            return group.begin_score_rows(batch, asked[role])
 
         for role, found in self._together(list(asked), begin).items():
             prefix = {"policy": "old_", "reference": "ref_", "critic": ""}[role]
-            columns = {f"{prefix}{name}": _present(getattr(found, name)) for name in asked[role]}
+            if missing := set(asked[role]) - set(found):
+                raise RuntimeError(f"the {role} was asked for {', '.join(sorted(missing))} and did not return it")
+            columns = {f"{prefix}{name}": found[name] for name in asked[role]}
+            if "routed_experts" in found:  # routing replay: the update takes the same experts
+                columns["routed_experts"] = found["routed_experts"]
             batch = batch.with_columns(**columns)
-            if found.routed_experts is not None:  # routing replay: the update takes the same experts
-                batch = batch.with_columns(routed_experts=found.routed_experts)
         return batch
 
-    def update(self, batch: Batch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
+    def update(self, batch: RaggedBatch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
         """All optimizer steps of one batch of samples; reports by role, which the trace has as they come.
 
         Critic and policy take their steps of a minibatch at once, unless they share devices.
@@ -173,7 +190,7 @@ class Trainer:
             for rows in trace.order:
                 minibatch = batch.select(rows)
 
-                def begin(role: str, minibatch: Batch = minibatch) -> Begun[StepReport]:
+                def begin(role: str, minibatch: RaggedBatch = minibatch) -> Begun[StepReport]:
                     group, loss = work[role]
                     return group.begin_step(minibatch, loss)
 
@@ -213,9 +230,3 @@ def _kl_of(before: Mapping[str, float], measured: Mapping[str, float]) -> float:
     policy was not scored before it; NaN (which controllers ignore) without a reference."""
     reference = before.get("reference_kl", measured.get("reference_kl", math.nan))
     return before.get("kl", reference)
-
-
-def _present(tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
-        raise RuntimeError("the engine did not return the outputs it was asked for")
-    return tensor

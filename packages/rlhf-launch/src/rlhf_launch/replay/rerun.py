@@ -184,7 +184,7 @@ class _Rerun:
         if then is None:
             self.notes.append("the step ended before its samples were scored; there is nothing to compare with")
         elif trace.batch is not None:
-            partings += part_batches(then, trace.batch, self.tolerance)
+            partings += part_batches(then, trace.batch.padded(), self.tolerance)
         partings += self._reports(trace)
         return trace, partings, error
 

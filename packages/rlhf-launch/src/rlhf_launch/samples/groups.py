@@ -13,10 +13,10 @@ from rlhf_core import (
     Batch,
     CapabilityError,
     DroppedSample,
+    RaggedBatch,
     Run,
     SamplingConfig,
     Trajectory,
-    collate,
 )
 from rlhf_rollout import ScoredGroup, gather_or_cancel, score_group
 
@@ -120,7 +120,12 @@ class MakeGroups(Protocol):
 
 
 def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
-    """The samples of all groups as a batch, row after row.
+    """The samples of all groups as a batch with padding; see `rows_of_groups`."""
+    return rows_of_groups(groups).padded()
+
+
+def rows_of_groups(groups: Sequence[ScoredGroup]) -> RaggedBatch:
+    """The samples of all groups as a batch, row after row, in the memory that they came in.
 
     Its columns are those of `rlhf_core.collate`, and `scores` [rows], `group_ids` [rows] (rows of one prompt share
     a number), `truncated` [rows], `greedy_scores` [rows] where the groups have them, and `score/<part>` [rows] for
@@ -151,7 +156,7 @@ def collate_groups(groups: Sequence[ScoredGroup]) -> Batch:
     for part in sorted(set.intersection(*(set(score.components) for score in scores))) if scores else ():
         values = [score.components[part] for score in scores]
         columns[f"score/{part}"] = torch.tensor(values, dtype=torch.float32)
-    return collate(trajectories).with_columns(**columns)
+    return RaggedBatch.of_trajectories(trajectories).with_columns(**columns)
 
 
 def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:

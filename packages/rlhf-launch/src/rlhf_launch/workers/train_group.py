@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rlhf_algos import check_seen_here
+from numpy.typing import NDArray
+from rlhf_algos import Recipe, check_seen_here
 from rlhf_core import (
     RUN_TOGETHER,
     Batch,
     DeadlineExceeded,
     Link,
     Loss,
+    Metric,
     ModelOutputs,
+    RaggedBatch,
+    RaggedColumn,
     StepReport,
     TokenRows,
     WeightManifest,
     deal_units,
+    merge_metrics,
     units_together,
 )
 
@@ -28,10 +33,20 @@ from rlhf_launch.workers.begun import Begun
 from rlhf_launch.workers.devices import SharedDevices, Tenant, in_turn
 from rlhf_launch.workers.handles import Handle, close_workers
 from rlhf_launch.workers.load import IdleTime
+from rlhf_launch.workers.prepare import (
+    SCORED_COLUMNS,
+    Prepared,
+    blocks_of_groups,
+    columns_of_rows,
+    rows_of_outputs,
+)
 from rlhf_launch.workers.probe import ProbedModel, Scores
 from rlhf_launch.workers.waits import Waits
 
 T = TypeVar("T")
+RowColumns = Mapping[str, RaggedColumn | torch.Tensor]
+"""Columns of a `RaggedBatch`."""
+AnyBatch = TypeVar("AnyBatch", Batch, RaggedBatch)
 _in_turn = in_turn(lambda group: group.devices.at_work(group.name))
 
 
@@ -95,18 +110,57 @@ class TrainGroup:
         self, batch: Batch, outputs: Sequence[str] = ("log_probs",), *, adapters: bool = True
     ) -> Begun[ModelOutputs]:
         """Start `score` on all ranks; without `adapters`, with these off."""
-        method = "score" if adapters else "score_without_adapters"
         enough = self._a_unit_for_every_rank(batch)
         dealt = self._deal(enough)
-        calls = [
-            handle.call(method, enough.select(rows), tuple(outputs))
-            for handle, rows in zip(self._handles, dealt, strict=True)
-        ]
+        method = "score" if adapters else "score_without_adapters"
+        calls = self._call_each(method, [enough.select(rows) for rows in dealt], tuple(outputs))
 
         def conclude(parts: list[ModelOutputs]) -> ModelOutputs:
             return _first_rows(_reassemble(enough, dealt, parts), batch.rows)
 
         return self.begin(calls, "score a batch", conclude)
+
+    def begin_score_rows(
+        self, batch: RaggedBatch, outputs: Sequence[str] = ("log_probs",), *, adapters: bool = True
+    ) -> Begun[RowColumns]:
+        """Start to score rows on all ranks, which pad them; the outputs come back as columns, without padding.
+
+        Of the batch's own columns the ranks get those that engines look at when they score (`SCORED_COLUMNS`).
+        """
+        enough = self._a_unit_for_every_rank(batch.only(SCORED_COLUMNS))
+        dealt = self._deal(enough)
+        lengths = [[enough.lengths[row] for row in rows] for rows in dealt]
+        parts = [enough.select(rows) for rows in dealt]
+        calls = self._call_each("score_rows", parts, tuple(outputs), adapters)
+
+        def conclude(found: list[Mapping[str, NDArray[Any]]]) -> RowColumns:
+            columns = [rows_of_outputs(*one) for one in zip(found, lengths, strict=True)]
+            return columns_of_rows(columns, dealt, batch.rows)
+
+        return self.begin(calls, "score a batch", conclude)
+
+    def begin_prepare(
+        self, batch: RaggedBatch, recipe: Recipe, *, kl_coef: float
+    ) -> Begun[tuple[RowColumns, dict[str, Metric]]]:
+        """Start to prepare whole groups of rows on the ranks, for an algorithm that looks at each group alone.
+
+        Which rows are prepared together does not depend on the number of ranks, nor do the numbers.
+        """
+        blocks = blocks_of_groups(batch)
+        share = -(-len(blocks) // self.ranks)
+        dealt = [blocks[start : start + share] for start in range(0, len(blocks), share)]
+        parts = [batch.select(range(some[0].start, some[-1].stop)) for some in dealt]
+        calls = [
+            handle.call("prepare", part, recipe, kl_coef, [len(rows) for rows in some], batch.width)
+            for handle, part, some in zip(self._handles, parts, dealt, strict=False)
+        ]
+
+        def conclude(found: list[list[Prepared]]) -> tuple[RowColumns, dict[str, Metric]]:
+            prepared = [one for some in found for one in some]
+            columns = columns_of_rows([one.columns for one in prepared], blocks, batch.rows)
+            return columns, merge_metrics(one.metrics for one in prepared)
+
+        return self.begin(calls, "prepare a batch", conclude)
 
     def describe_model(self) -> ProbedModel:
         """What a probe of synced weights must know of the model."""
@@ -129,13 +183,10 @@ class TrainGroup:
         """See TrainEngine. The batch may have fewer units than there are ranks."""
         return self.begin_step(batch, loss).result()
 
-    def begin_step(self, batch: Batch, loss: Loss) -> Begun[StepReport]:
-        """Start `step` on all ranks."""
+    def begin_step(self, batch: AnyBatch, loss: Loss) -> Begun[StepReport]:
+        """Start `step` on all ranks, which pad rows that come without padding."""
         enough = self._a_unit_for_every_rank(batch)
-        calls = [
-            handle.call("step", enough.select(rows), loss)
-            for handle, rows in zip(self._handles, self._deal(enough), strict=True)
-        ]
+        calls = self._call_each("step", [enough.select(rows) for rows in self._deal(enough)], loss)
         return self.begin(calls, "take a step", lambda reports: reports[0])
 
     def open_link(self, kind: str, receivers: int) -> Any:
@@ -252,7 +303,11 @@ class TrainGroup:
         self._waits.leave(self._handles)
         close_workers(self._handles)
 
-    def _a_unit_for_every_rank(self, batch: Batch) -> Batch:
+    def _call_each(self, method: str, batches: Sequence[Any], *args: Any) -> list[Future[Any]]:
+        """Call every rank with a batch of its own."""
+        return [handle.call(method, batch, *args) for handle, batch in zip(self._handles, batches, strict=True)]
+
+    def _a_unit_for_every_rank(self, batch: AnyBatch) -> AnyBatch:
         """Repeat a batch of fewer units than ranks, until every rank has one.
 
         A loss is a sum divided by its weight over all ranks: a whole number of copies changes neither it nor its
@@ -271,7 +326,7 @@ class TrainGroup:
         shift = torch.arange(copies).repeat_interleave(batch.rows) * apart
         return enough.with_columns(**{RUN_TOGETHER: enough[RUN_TOGETHER] + shift})
 
-    def _deal(self, batch: Batch) -> list[list[int]]:
+    def _deal(self, batch: Batch | RaggedBatch) -> list[list[int]]:
         """Rows of each rank; units that run together go to one, those with one prompt where balance allows it."""
         size = batch.rows_per_unit
         return [[unit * size + i for unit in units for i in range(size)] for units in deal_units(batch, self.ranks)]

@@ -7,9 +7,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from rlhf_algos import files_below
+from numpy.typing import NDArray
+from rlhf_algos import Recipe, files_below
 from rlhf_core import (
     TRAIN_ENGINES,
     Batch,
@@ -22,6 +24,7 @@ from rlhf_core import (
     Loss,
     ModelOutputs,
     PendingSave,
+    RaggedBatch,
     ReportsMemory,
     SavesInBackground,
     ScoresWithoutAdapters,
@@ -39,6 +42,7 @@ from rlhf_core import (
     shared_memory_id,
 )
 
+from rlhf_launch.workers.prepare import Prepared, joined_outputs, prepare_blocks
 from rlhf_launch.workers.probe import ProbedModel, describe_model
 from rlhf_launch.workers.process import device_names, host_address, seed_everything, trim_memory
 
@@ -125,9 +129,23 @@ class TrainWorker:
             )
         return self.engine.score_without_adapters(batch, outputs)
 
-    def step(self, batch: Batch, loss: Loss) -> StepReport:
+    def score_rows(
+        self, batch: RaggedBatch, outputs: Sequence[str], adapters: bool = True
+    ) -> dict[str, NDArray[Any]]:
+        """`score`, or `score_without_adapters`, of rows without padding; see `joined_outputs`."""
+        padded = batch.padded()
+        found = self.score(padded, outputs) if adapters else self.score_without_adapters(padded, outputs)
+        return joined_outputs(found, padded)
+
+    def prepare(
+        self, batch: RaggedBatch, recipe: Recipe, kl_coef: float, blocks: Sequence[int], width: int
+    ) -> list[Prepared]:
+        """See prepare_blocks; no model is needed for it."""
+        return prepare_blocks(batch, recipe, kl_coef, blocks, width)
+
+    def step(self, batch: Batch | RaggedBatch, loss: Loss) -> StepReport:
         """See TrainEngine."""
-        return self.engine.step(batch, loss)
+        return self.engine.step(batch.padded() if isinstance(batch, RaggedBatch) else batch, loss)
 
     def open_link(self, kind: str, receivers: int, timeout_s: float) -> Link:
         """Open the sending end of a weight link on this rank, replacing an older one."""

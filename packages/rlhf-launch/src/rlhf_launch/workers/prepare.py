@@ -1,0 +1,140 @@
+"""What ranks do with rows that come without padding, and what comes back: columns of the rows, likewise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rlhf_algos import Recipe
+from rlhf_core import RUN_TOGETHER, Batch, Largest, Metric, ModelOutputs, RaggedBatch, RaggedColumn
+from torch import Tensor
+
+Columns = Mapping[str, RaggedColumn | NDArray[Any]]
+"""Columns of some rows: per token, or [rows]; a number of the whole batch is an array without dimensions."""
+SCORED_COLUMNS = frozenset({RUN_TOGETHER, "candidate_ids", "routed_experts"})
+"""Columns that engines look at when they score."""
+_BLOCK = 1 << 18
+"""Numbers of a column that are worked on at a time: what a processor's cache holds."""
+
+
+def joined_outputs(outputs: ModelOutputs, batch: Batch) -> dict[str, NDArray[Any]]:
+    """Outputs as they travel: [tokens, ...] of all rows one after the other, [rows], or a single number."""
+    found = {item.name: getattr(outputs, item.name) for item in fields(outputs)}
+    return {
+        name: (value if value.dim() < 2 else value[batch.attention_mask]).detach().numpy()
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def rows_of_outputs(joined: Mapping[str, NDArray[Any]], lengths: Sequence[int]) -> Columns:
+    """Inverse of `joined_outputs`, in the same memory."""
+    per_row = {"scores", "aux_loss"}
+    return {
+        name: values if name in per_row else RaggedColumn.split(values, lengths) for name, values in joined.items()
+    }
+
+
+def columns_of_rows(
+    parts: Sequence[Columns], dealt: Sequence[Sequence[int]], rows: int
+) -> dict[str, RaggedColumn | Tensor]:
+    """Columns of all rows, of columns of some each.
+
+    Args:
+        parts: of each part, its columns.
+        dealt: of each part, its rows; of one that is in several parts the last counts.
+        rows: how many there are; further ones are left out. Numbers of the whole batch are averaged.
+    """
+    found: dict[str, RaggedColumn | Tensor] = {}
+    for name, first in parts[0].items():
+        pieces: list[Any] = [part[name] for part in parts]
+        if isinstance(first, RaggedColumn):
+            placed: list[Any] = [None] * rows
+            for piece, places in zip(pieces, dealt, strict=True):
+                for row, place in zip(piece.rows, places, strict=True):
+                    if place < rows:
+                        placed[place] = row
+            found[name] = RaggedColumn(placed, first.kind, first.tail)
+        elif first.ndim:
+            whole = np.empty(1 + max(max(places) for places in dealt), dtype=first.dtype)
+            for piece, places in zip(pieces, dealt, strict=True):
+                whole[list(places)] = piece
+            found[name] = torch.from_numpy(whole[:rows])
+        else:
+            found[name] = torch.tensor(np.stack(pieces)).mean()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What an algorithm made of some rows."""
+
+    columns: Columns
+    """Those that it added or replaced."""
+    metrics: Mapping[str, Metric]
+
+
+def prepare_rows(batch: RaggedBatch, recipe: Recipe, kl_coef: float, width: int | None = None) -> Prepared:
+    """Let an algorithm prepare rows, with padding up to `width`.
+
+    `mismatch/log_prob_max` is the largest difference between the sampler's and the trainer's log-prob of one token.
+    """
+    padded = batch.padded(width)
+    done, means = recipe.prepare(padded, padded["scores"], padded["group_ids"], kl_coef=kl_coef)
+    metrics: dict[str, Metric] = dict(means)
+    if "old_log_probs" in done:
+        gap = (done["old_log_probs"] - done["rollout_log_probs"]).abs().masked_fill(~done.response_mask, 0)
+        metrics["mismatch/log_prob_max"] = Largest(value=float(gap.max()))
+    known = {**padded.columns, "response_mask": padded.response_mask}
+    columns: dict[str, RaggedColumn | NDArray[Any]] = {}
+    for name, column in {**done.columns, "response_mask": done.response_mask}.items():
+        if column is known.get(name):
+            continue
+        same = next((other for other, tensor in padded.columns.items() if column is tensor), name)
+        if same != name and same in batch.per_token:
+            columns[name] = batch.per_token[same]
+        else:
+            ragged = column.dim() > 1
+            columns[name] = RaggedColumn.cut(column, batch.lengths).compressed() if ragged else column.numpy()
+    return Prepared(columns=columns, metrics=metrics)
+
+
+def prepare_blocks(
+    batch: RaggedBatch, recipe: Recipe, kl_coef: float, blocks: Sequence[int], width: int
+) -> list[Prepared]:
+    """Let an algorithm prepare blocks of rows, one after the other.
+
+    Args:
+        batch: the rows of all blocks.
+        recipe: must look at each group of rows alone (`prepares_by_group`).
+        kl_coef: the coefficient of the KL penalty.
+        blocks: rows of each block.
+        width: tokens of the longest row of the step: what is summed over a padded row has the bits that it has in
+            the whole batch.
+    """
+    prepared: list[Prepared] = []
+    begin = 0
+    for count in blocks:
+        rows = range(begin, begin + count)
+        prepared.append(prepare_rows(batch.select(rows), recipe, kl_coef, width))
+        begin += count
+    return prepared
+
+
+def blocks_of_groups(batch: RaggedBatch) -> list[range]:
+    """The rows in blocks of whole groups, which follow each other in the batch."""
+    groups = batch.per_row["group_ids"].numpy()
+    starts = [0, *(np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist(), batch.rows]
+    most = max(1, _BLOCK // max(1, batch.width))
+    blocks: list[range] = []
+    begin = 0
+    for start, stop in pairwise(starts):
+        if stop - begin > most and start > begin:
+            blocks.append(range(begin, start))
+            begin = start
+    return [*blocks, range(begin, batch.rows)]
