@@ -75,7 +75,7 @@ def configuration(folder: Path, *, prompts: int, samples: int) -> OnlineConfig:
         "rollout": {
             "samples_per_prompt": samples,
             "max_num_seqs": 256,
-            "sampling": {"max_tokens": 384, "min_tokens": 8, "stop_token_ids": list(range(100, 106))},
+            "sampling": {"max_tokens": 384, "stop_token_ids": list(range(100, 106))},
         },
         "train": {"prompts_per_step": prompts, "steps": 1, "optimizer": {"learning_rate": 1e-5}},
         "placement": {"executor": "ray", "device": "cpu"},

@@ -8,7 +8,7 @@ import os
 import pytest
 from rlhf_core import ResourceError
 from rlhf_launch.placement.executor import WorkerPlan
-from rlhf_launch.placement.ray import RayCluster
+from rlhf_launch.placement.ray import RAY_VARIABLES, RayCluster
 from rlhf_launch.placement.ray_bundles import hosts_of
 from rlhf_launch.workers.handles import close_workers
 from rlhf_launch.workers.waits import Waits
@@ -39,6 +39,8 @@ def role(name, workers, *, gpus=1, **given):
 
 @pytest.fixture(scope="module")
 def ray():
+    os.environ.update(RAY_VARIABLES)
+
     import ray
     from ray.cluster_utils import Cluster
 

@@ -24,11 +24,26 @@ from rlhf_launch.workers.pulse import attended
 from rlhf_launch.workers.waits import WorkerLostError
 
 _HEAD = "head"
+_QUIETLY: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _OWN_HEAD_S = 3.0
 _ROOM_S = 30.0
 """How long Ray may take to reserve what is free."""
 _HEAD_S = 40.0
-"""How long nothing may listen at the head of a cluster; after 60 s Ray ends this process with a line of C++."""
+"""How long nothing may listen at the head of a cluster: it may be started again meanwhile."""
+_STARTS = 3
+"""How often Ray is started before this host counts as too busy for it: it gives its own raylet half a minute."""
+
+RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Started by `uv run`, Ray would start every worker through uv again, which syncs the environment.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A run whose head is gone says so, and ends by itself; Ray would end this process after a minute.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 24 * 3600),
+    # Ray would give its workers niceness 15: beside other work on the host they would get a thirtieth of a core.
+    "RAY_worker_niceness": "0",
+}
+"""Read by Ray when it starts or joins a cluster; what the user has set is left alone."""
 
 
 class RayCluster:
@@ -58,10 +73,8 @@ class RayCluster:
         """
         self.transports = transports
         self._variables = dict(env_vars or {})
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Started by `uv run`, Ray would start every worker through uv again, which syncs the environment.
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        for name, value in RAY_VARIABLES.items():
+            os.environ.setdefault(name, value)
         import ray
         from ray._private import ray_constants
 
@@ -85,17 +98,28 @@ class RayCluster:
             self._start(address)
 
     def _start(self, address: str | None) -> None:
-        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
             check_address(address)
             try:
                 with _keeping_signal_handlers():
-                    self._ray.init(address=address, **settings)
+                    self._ray.init(address=address, **_QUIETLY)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ResourceError(
                     f"placement.ray_address={address!r}: Ray cannot join the cluster: {error}"
                 ) from error
             return
+        for left in reversed(range(_STARTS)):
+            try:
+                self._start_here()
+                return
+            except Exception as error:  # Ray has no type for it
+                if "timed out during startup" not in str(error):
+                    raise
+                if not left:
+                    why = f"the host is too busy, or short of memory: {error}"
+                    raise ResourceError(f"Ray did not start here in {_STARTS} attempts; {why}") from error
+
+    def _start_here(self) -> None:
         # Unix sockets live below it, and their paths may have about 100 characters.
         scratch = RayCluster._scratch = ScratchFolder("ray-", parent=Path("/tmp"))
         RayCluster._deaths.clear()
@@ -106,10 +130,11 @@ class RayCluster:
                     include_dashboard=False,
                     object_store_memory=_object_store_bytes(),
                     _temp_dir=str(scratch.path),
-                    **settings,
+                    **_QUIETLY,
                 )
         except BaseException:
-            self.close()
+            scratch.end_writers()  # what Ray has started so far, and no longer knows of
+            self._stop()
             raise
 
     def place(self, plans: Sequence[WorkerPlan]) -> list[RayHandle]:
@@ -177,7 +202,7 @@ class RayCluster:
         known = set(self._nodes.values())
         if _HEAD not in known:
             host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
-            # A head that we have started is never started again; one of a cluster may be, within Ray's own minute.
+            # A head that we have started is never started again; one of a cluster may be.
             patience = _OWN_HEAD_S if self._address is None else _HEAD_S
             door = Door(name=f"Ray's head at {host}", host=host.strip("[]"), port=int(port), refused_s=patience)
             self._nodes[door] = _HEAD
@@ -227,7 +252,7 @@ class RayCluster:
         """
         self._watch.close()
         if self._lost is None:
-            # A head that has died just now would be waited for, until Ray ends this process.
+            # A head that has died just now would be waited for.
             for door, why in self._watch.refused():
                 self._lose(door, why)
         while self._rooms:
@@ -236,6 +261,9 @@ class RayCluster:
                 room.release()
         if not self._owned and self._lost is None:
             return  # whoever has started Ray, or joined it, also stops it; a lost cluster is of no use to anyone
+        self._stop()
+
+    def _stop(self) -> None:
         if self._ray.is_initialized():
             self._shut_down()
         if self._scratch is not None:
