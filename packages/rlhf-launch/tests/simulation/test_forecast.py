@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rlhf_core import ConfigError, DataError
 from rlhf_launch.cli.main import app
+from rlhf_launch.online.report import Reporter
 from rlhf_launch.samples.ledger import LedgerLimits
 from rlhf_launch.simulation.engines import EngineSpeed, SyncSpeed
 from rlhf_launch.simulation.forecast import Alternatives, forecast
@@ -47,10 +48,11 @@ def truth(setting, steps=30):
 
 def prompts_of(report):
     """The account with the true lengths, for which a simulated sample has a few tokens only."""
-    return [
-        {**entry, "lengths": [int(length_of(str(entry["position"]), index)) for index in range(4)]}
-        for entry in report.prompts
-    ]
+    steps = {}
+    for entry in report.prompts:
+        lengths = [int(length_of(str(entry["position"]), index)) for index in range(4)]
+        steps.setdefault(entry["step"], []).append({**entry, "lengths": lengths})
+    return [{"step": step, "prompts": entries} for step, entries in steps.items()]
 
 
 def records(setting=SETTING):
@@ -107,11 +109,15 @@ def test_alternatives_are_each_with_each_and_the_recorded_one_is_left_out():
 
 @pytest.fixture
 def directory(tmp_path):
+    """What a run leaves, written as a run writes it."""
     report = truth(SETTING, steps=8)
     config = {"rollout": {"engines": 1, "samples_per_prompt": 4}, "train": {"prompts_per_step": 8}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    for name, rows in (("metrics", report.rows), ("samples", prompts_of(report))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = {row["step"]: row["prompts"] for row in prompts_of(report)}
+    with Reporter(tmp_path, steps=8, tensorboard=False) as reporter:
+        for row in report.rows:
+            step = int(row["step"])
+            reporter.step(step, {name: value for name, value in row.items() if name != "step"}, prompts[step])
     return tmp_path
 
 

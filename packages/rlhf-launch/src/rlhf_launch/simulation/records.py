@@ -140,16 +140,17 @@ def recorded(
     Args:
         setting: of the run.
         rows: of `metrics.jsonl`.
-        prompts: of `samples.jsonl`.
+        prompts: of `samples.jsonl`, a row for each step.
         source: where these are from, for messages.
 
     Raises:
         DataError: too few steps.
     """
     lengths: dict[int, list[list[int]]] = {}
-    for entry in prompts:
-        if entry.get("outcome") == "used" and entry.get("lengths"):
-            lengths.setdefault(int(entry["step"]), []).append(entry["lengths"])
+    for row in prompts:
+        used = [entry["lengths"] for entry in row["prompts"] if entry["outcome"] == "used"]
+        if used:
+            lengths[int(row["step"])] = used
     steps = {int(row["step"]): row for row in rows if "seconds/step" in row and "seconds/rollout" in row}
     both = sorted(steps.keys() & lengths.keys())[_FILL:]
     if len(both) < _LEAST_STEPS:
