@@ -148,6 +148,18 @@ def test_memory_that_another_wrote_is_read_where_it_is():
     assert np.shares_memory(np.asarray(PackedInts(np.frombuffer(memory, dtype=np.int32))), np.asarray(found))
 
 
+def test_memory_of_another_is_copied_on_request():
+    read = PackedInts(np.frombuffer(np.arange(100, dtype=np.int32).tobytes(), dtype=np.int32))
+    row = read + PackedInts(range(100))
+    assert row.owned() == row
+    assert not np.shares_memory(row.owned().parts[0], row.parts[0])
+    assert row.owned().parts[1] is row.parts[1]
+    assert not row.owned().parts[0].flags.writeable
+    own = PackedInts(range(10))
+    assert own.owned() is own
+    assert PackedInts.full(100, 1).owned().parts == (Run(1, 100),)
+
+
 def test_parts_are_joined():
     assert PackedFloats.joined([PackedFloats([1.0]), [2.0], np.array([3.0])]) == (1.0, 2.0, 3.0)
     assert PackedFloats.joined([]) == ()

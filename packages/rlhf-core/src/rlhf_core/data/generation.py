@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core.data.packed import FloatsLike, IntsLike, PackedFloats, PackedInts
@@ -94,6 +94,15 @@ class Sample:
     def length(self) -> int:
         """Number of sampled tokens."""
         return len(self.token_ids)
+
+    def owned(self) -> Sample:
+        """The same sample in memory of this process alone."""
+        return replace(
+            self,
+            token_ids=self.token_ids.owned(),
+            log_probs=self.log_probs.owned(),
+            weight_versions=self.weight_versions.owned(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -112,9 +112,18 @@ class Packed(Sequence[T]):
 
     def compressed(self) -> Self:
         """The same numbers with runs in place of arrays, where numbers repeat so often that they take less room."""
-        if all(isinstance(part, Run) for part in self._parts):
+        for part in self._parts:
+            if type(part) is not Run:
+                break
+        else:
             return self
         return self._of_parts(runs_of(self._array))
+
+    def owned(self) -> Self:
+        """The same numbers in memory of this process alone: a copy of what another process wrote."""
+        if not any(_is_foreign(part) for part in self._parts):
+            return self
+        return self._of_parts([_copied(part) if _is_foreign(part) else part for part in self._parts])
 
     @classmethod
     def _converted(cls, values: Any) -> NDArray[Any]:
@@ -255,6 +264,22 @@ class Packed(Sequence[T]):
 def length_of(part: Part) -> int:
     """Numbers of a part."""
     return part.count if isinstance(part, Run) else len(part)
+
+
+def _is_foreign(part: Part) -> bool:
+    """Whether an array is in memory that numpy has not asked for."""
+    array: Any = part
+    while isinstance(array, np.ndarray):
+        if array.flags.owndata:
+            return False
+        array = array.base
+    return not isinstance(part, Run)
+
+
+def _copied(part: Any) -> NDArray[Any]:
+    array = np.array(part)
+    array.flags.writeable = False
+    return array
 
 
 def runs_of(array: NDArray[Any]) -> tuple[Part, ...]:

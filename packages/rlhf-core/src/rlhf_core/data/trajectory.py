@@ -80,15 +80,19 @@ class Trajectory:
         for name, kind in _COLUMNS.items():
             packed = kind.of(getattr(self, name))
             object.__setattr__(self, name, packed.compressed() if name in _REPEATING else packed)
-        lengths = {name: len(getattr(self, name)) for name in _COLUMNS if name != "rewards" or self.rewards}
-        if len(set(lengths.values())) != 1:
+        length, rewarded = len(self.token_ids), len(self.rewards)
+        if not (
+            length == len(self.response_mask) == len(self.rollout_log_probs) == len(self.weight_versions)
+            and rewarded in (0, length)
+        ):
+            lengths = {name: len(getattr(self, name)) for name in _COLUMNS if name != "rewards" or rewarded}
             raise ValueError(f"trajectory {self.sample_id!r}: arrays differ in length: {lengths}")
-        if not self.token_ids or self.response_mask[0]:
+        if not length or self.response_mask[0]:
             raise ValueError(
                 f"trajectory {self.sample_id!r}: needs at least one prompt token before the first sampled one"
             )
         self._check_sampled()
-        if self.rewards:
+        if rewarded:
             rewards, sampled = np.asarray(self.rewards), np.asarray(self.response_mask)
             wrong = ~np.isfinite(rewards) | ((rewards != 0) & ~sampled)
             if wrong.any():

@@ -205,7 +205,8 @@ class RolloutPool:
             EngineDiedError: no engine is left and none can be had.
         """
         result = await self._generate(request)
-        samples = list(result.samples)
+        # Samples stay for steps, some for longer than the cluster whose store they came in, which has little room.
+        samples = [sample.owned() for sample in result.samples]
         while unfinished := [index for index, sample in enumerate(samples) if sample.finish_reason == "abort"]:
             rests = [_rest(request, index, samples[index]) for index in unfinished]
             parts = await gather_or_cancel(self._generate(rest) for rest in rests)
