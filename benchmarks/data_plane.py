@@ -1,13 +1,14 @@
 """What the driver does for each token, from a rollout engine's answer to what each training rank is sent.
 
     python benchmarks/data_plane.py                                  # 1,000 and 10,000 samples of 4,096 tokens
-    python benchmarks/data_plane.py --samples 100000 --critic        # about 12 GiB
+    python benchmarks/data_plane.py --samples 100000                 # about 10 GiB
     python benchmarks/data_plane.py --parts sharing                  # prompts run once, at 1 to 64 ranks
 
-- `driver`: a GRPO (or PPO) step with the run's own pool, producer, ledger, trainer and groups of ranks. Engines and
-  ranks are fakes that answer at once, and what is said to them and by them is pickled as Ray does it: protocol 5,
-  arrays out of band, and read from the bytes without a copy. What happens in the fakes is left out of all times;
-  times are processor time of the driver's process.
+- `driver`: a GRPO (or PPO) step with the run's own pool, producer, ledger, trainer, groups of ranks and workers.
+  Engines answer at once, and what is said to workers and by them is pickled as Ray does it: protocol 5, arrays out
+  of band, and read from the bytes without a copy. What happens in the workers is left out of all times; times are
+  processor time of the driver's process, which other work on the same cores lengthens. PPO whitens advantages over
+  the whole step, which the driver does (`Recipe.prepares_by_group`), and so takes more time and memory than GRPO.
 - `sharing`: samples of one prompt dealt to ranks and minibatches. `tokens run` counts a prompt once for each rank
   and minibatch that has a sample of it, as a share of all tokens; `imbalance` is the costliest rank over the mean.
 
