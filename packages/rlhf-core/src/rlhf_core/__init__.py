@@ -88,7 +88,9 @@ from rlhf_core.interfaces.rollout import (
     check_rows_to_score,
 )
 from rlhf_core.interfaces.training import (
+    FittedTokens,
     KeepsAverage,
+    MeasuresMicroBatches,
     MemoryReport,
     PendingSave,
     ReportsMemory,
@@ -96,6 +98,7 @@ from rlhf_core.interfaces.training import (
     ScoresWithoutAdapters,
     SendsAdapters,
     StepReport,
+    TokenPass,
     TrainCapabilities,
     TrainEngine,
 )
@@ -122,7 +125,9 @@ from rlhf_core.progress import note_progress, noted_progress
 from rlhf_core.stopping import STOP_SIGNALS, StopRequest
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal, deal_units, order_in_groups
+from rlhf_core.training.fitted_budget import FittedBudget
 from rlhf_core.training.learning_rate import learning_rate
+from rlhf_core.training.memory_meter import MemoryMeter, optimizer_memory_to_come
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch, units_together
 from rlhf_core.training.random_state import RandomState
 from rlhf_core.weight_sync.adapters import AdapterWeights
@@ -202,6 +207,8 @@ __all__ = [
     "EngineDiedError",
     "Environment",
     "FinishReason",
+    "FittedBudget",
+    "FittedTokens",
     "FlagsLike",
     "FloatsLike",
     "FourBit",
@@ -221,6 +228,8 @@ __all__ = [
     "LossFunction",
     "LossTerms",
     "Mean",
+    "MeasuresMicroBatches",
+    "MemoryMeter",
     "MemoryReport",
     "Metric",
     "ModelOutputs",
@@ -275,6 +284,7 @@ __all__ = [
     "StopRequest",
     "TensorSpec",
     "TokenBudget",
+    "TokenPass",
     "TokenRows",
     "ToolCall",
     "TrainCapabilities",
@@ -345,6 +355,7 @@ __all__ = [
     "note_progress",
     "noted_progress",
     "open_sender",
+    "optimizer_memory_to_come",
     "order_in_groups",
     "outline",
     "pad_rows",

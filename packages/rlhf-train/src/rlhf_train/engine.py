@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,23 @@ from rlhf_core import (
     Batch,
     ConfigError,
     EngineConfig,
+    FittedBudget,
+    FittedTokens,
     Loss,
+    MemoryMeter,
     MemoryReport,
     ModelOutputs,
     PendingSave,
     RandomState,
     StepReport,
-    TokenBudget,
+    TokenPass,
     TrainCapabilities,
     Trial,
     WeightSource,
     accumulate,
     adapters_off,
     learning_rate,
+    optimizer_memory_to_come,
     score_in_micro_batches,
     try_model,
 )
@@ -91,6 +95,7 @@ class DeepSpeedEngine:
             background_save=True,
             average=config.average_decay is not None,
             memory_report=True,
+            measures_micro_batches=True,
             several_ranks=True,
             ranks_together=math.lcm(config.sequence_parallel_size, zero.autotp_size, zero.zero_hpz_partition_size),
         )
@@ -119,6 +124,9 @@ class DeepSpeedEngine:
         self._reports = StepReports(config, self.ranks)
         self.memory = PhaseMemory(self.device)
         self._random = RandomState(config.seed + self.ranks.info.rank // zero.autotp_size, self.device)
+        self._fitted = FittedBudget(
+            config, self.ranks, MemoryMeter(self.device), to_come=self._optimizer_memory_to_come
+        )
         self._offloaded = False
 
     def _start_average(self) -> AverageWeights | None:
@@ -166,12 +174,13 @@ class DeepSpeedEngine:
         if self._replays and "log_probs" in outputs and "routed_experts" not in batch:
             outputs = (*outputs, "routed_experts")
         mine, own = self._shared(batch)
+        budget = self._fitted.for_scores(self.model, mine, outputs, self._forward)
         with self.memory.phase("score"):
             scored = score_in_micro_batches(
                 mine.to(self.device),
                 outputs,
                 forward=self._forward,
-                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
+                max_tokens=budget,
                 ranks=self.ranks,
             )
         if self._sequence is None:
@@ -213,13 +222,16 @@ class DeepSpeedEngine:
         rate = learning_rate(self.config.optimizer, self._progress.steps_taken)
         set_learning_rate(self._deepspeed, rate)
         self._module.train()
+        budget = self._fitted.for_steps(
+            self.model, mine, loss, forward=self._forward, backward=self._backward, undo=self._left_as_before()
+        )
         with self._random, self.memory.phase("step"):
             done = accumulate(
                 mine.to(self.device),
                 loss,
                 forward=self._forward,
                 backward=self._backward,
-                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
+                max_tokens=budget,
                 ranks=self.ranks,
             )
             self._last_outputs = {}
@@ -248,7 +260,7 @@ class DeepSpeedEngine:
                 loss,
                 forward=self._forward,
                 backward=lambda total, last: None,
-                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
+                max_tokens=self._fitted.for_scores(self.model, mine, loss.outputs, self._forward),
                 ranks=self.ranks,
             )
         self._last_outputs = {}
@@ -277,6 +289,27 @@ class DeepSpeedEngine:
             )
         self._deepspeed.set_gradient_accumulation_boundary(last)
         self._deepspeed.backward(total)
+
+    @contextlib.contextmanager
+    def _left_as_before(self) -> Iterator[None]:
+        """A context for passes that leave no gradient and draw no random number from the engine's stream."""
+        try:
+            with self._random.lent():
+                yield
+        finally:
+            self._last_outputs = {}
+            drop_gradients(self._deepspeed)
+
+    def _optimizer_memory_to_come(self) -> int:
+        return optimizer_memory_to_come(getattr(self._deepspeed, "basic_optimizer", None), self.device)
+
+    def fitted_tokens(self) -> Mapping[TokenPass, FittedTokens]:
+        """See MeasuresMicroBatches."""
+        return self._fitted.found
+
+    def take_fitted_tokens(self, found: Mapping[TokenPass, FittedTokens]) -> None:
+        """See MeasuresMicroBatches."""
+        self._fitted.take(found)
 
     def _loss_scale(self) -> float:
         return float(self._deepspeed.optimizer.loss_scale) if self.config.dtype == "float16" else 1.0
@@ -331,9 +364,15 @@ class DeepSpeedEngine:
         state = self._state()
         load_checkpoint(self._trained(), path, state, ranks=self.ranks, stage=self.zero.stage)
         self._progress, self._random.state = state.progress, list(state.random)
+        self._fitted.take(state.fitted_tokens)
 
     def _state(self) -> EngineState:
-        return EngineState(progress=self._progress, random=self._random.state, average=self._average)
+        return EngineState(
+            progress=self._progress,
+            random=self._random.state,
+            average=self._average,
+            fitted_tokens=self._fitted.found,
+        )
 
     def export(self, path: Path) -> None:
         """See TrainEngine. Rank 0 writes."""

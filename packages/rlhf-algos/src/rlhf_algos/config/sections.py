@@ -171,8 +171,11 @@ class TrainSection:
     ranks: int = 1
     """Data-parallel ranks; under ZeRO-3 they hold one copy of the model together."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    max_tokens_per_micro_batch: int = 16384
-    """Tokens that go through the model together; a longer sequence has a micro-batch of its own."""
+    max_tokens_per_micro_batch: int | Literal["auto"] = 16384
+    """Tokens that go through the model together; a longer sequence has a micro-batch of its own. `auto`: as many as
+    fit into memory, at most 16384. Each engine tries it before its first step and its first scoring, with the
+    longest sequences there can be, says what it found, and keeps to it after a resume. A number is the default,
+    because the last bits of a run depend on it: with `auto` they depend on what memory a machine has free."""
     gradient_checkpointing: bool = False
     """Compute activations anew in the backward pass: less memory, about a third more time."""
     packing: bool = True
@@ -188,8 +191,8 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "max_tokens_per_micro_batch", "sequence_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name} must be at least 1, got {getattr(self, name)}")
+            if (value := getattr(self, name)) != "auto" and value < 1:
+                raise ConfigError(f"train.{name} must be at least 1, got {value}")
         if self.max_skipped_steps < 0:
             raise ConfigError(f"train.max_skipped_steps must not be negative, got {self.max_skipped_steps}")
         if self.average_decay is not None and not 0 < self.average_decay < 1:

@@ -196,6 +196,7 @@ class OfflineConfig:
             dtype=choose_dtype(model.dtype, device),
             device=device,
             max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
+            longest_row=self.lengths.longest,
             gradient_checkpointing=train.gradient_checkpointing and trained,
             attention=model.attention,
             seed=self.seed,

@@ -33,7 +33,7 @@ from rlhf_algos.losses.offline.responses import response_log_probs
 from rlhf_algos.metrics import MetricsWriter
 from rlhf_algos.offline.checkpoints import OfflineState, load_checkpoint, replace_directory, save_checkpoint
 from rlhf_algos.offline.config import OfflineConfig
-from rlhf_algos.offline.engine_source import EngineFactory
+from rlhf_algos.offline.engine_source import EngineFactory, tokens_of_steps
 from rlhf_algos.offline.order import batch_indices, steps_per_epoch
 from rlhf_algos.offline.run_data import (
     OfflineData,
@@ -146,7 +146,14 @@ def _train(
             return _attempt(parts, None if step < 0 else step)
 
         parts = _Parts(
-            config=config, data=data, engines=engines, ranks=ranks, store=store, on_event=on_event, stop=stop
+            config=config,
+            data=data,
+            engines=engines,
+            ranks=ranks,
+            store=store,
+            on_event=on_event,
+            stop=stop,
+            say=say,
         )
         return with_restarts(attempt, resumed, store, limit=config.placement.restarts, stop=stop, say=say)
 
@@ -160,7 +167,7 @@ def _attempt(parts: _Parts, resumed: int | None) -> TrainResult:
             data = add_reference(data, config, ranks, engines)
         if config.method.teacher(config.loss) is not None:
             data = add_teacher(data, config, ranks)
-        engine = engines.open(config.engine(total))
+        engine = engines.start(config.engine(total))
         stack.callback(engine.close)
         state = OfflineState() if resumed is None else load_checkpoint(parts.store, resumed, engine)
         run = _Run(
@@ -174,6 +181,7 @@ def _attempt(parts: _Parts, resumed: int | None) -> TrainResult:
             schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
             on_event=parts.on_event,
             stop=parts.stop,
+            say=parts.say,
         )
         metrics = stack.enter_context(
             MetricsWriter(
@@ -231,6 +239,7 @@ class _Parts:
     store: CheckpointStore
     on_event: OfflineEvent | None
     stop: StopRequest
+    say: Say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +255,7 @@ class _Run:
     schedule: CheckpointSchedule
     on_event: OfflineEvent | None
     stop: StopRequest
+    say: Say
 
     def tell(self, kind: str, values: Mapping[str, float]) -> None:
         if self.on_event is not None and rank_of(self.ranks) == 0:
@@ -263,8 +273,11 @@ def _loop(run: _Run, metrics: MetricsWriter, total: int) -> TrainResult:
     counts = {name: sum(getattr(r, name) for r in reports) for name in ("examples", "truncated", "dropped")}
     run.tell("plan", {"total": total, **counts})
     values: Mapping[str, float] = {}
+    first = state.step
     while state.step < total and not state.stopped_early:
         values = _train_step(run)
+        if state.step == first + 1 and rank_of(run.ranks) == 0 and (fitted := tokens_of_steps(run.engine)):
+            run.say(str(fitted))
         run.tell("train", values)
         every = config.evaluation.every
         due = bool(run.data.eval) and (state.step == total or bool(every and state.step % every == 0))

@@ -134,7 +134,7 @@ def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engine
         everything,
         directory=config.reference_cache or default_cache(),
         key=cache_key(model, numbers, everything),
-        open_engine=lambda: engines.open(engine),
+        open_engine=lambda: engines.start(engine),
         ranks=ranks,
     )
     return replace(data, train=scored[: len(data.train)], eval=scored[len(data.train) :])

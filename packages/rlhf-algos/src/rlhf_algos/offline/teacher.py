@@ -16,7 +16,6 @@ from rlhf_core import (
     LossTerms,
     ModelOutputs,
     Ranks,
-    TokenBudget,
     check_model_path,
     cut_batch,
     deal,
@@ -176,12 +175,12 @@ def _score(
     engine: TorchEngine, rows: Sequence[TokenRow], config: DistillConfig, ranks: Ranks
 ) -> list[tuple[Tensor, Tensor]]:
     """(ids, log-probs) of each row, [counted, k]."""
-    engine.model.eval()
     dealt = deal([len(row.token_ids) for row in rows], ranks.size)
     mine = dealt[rank_of(ranks)]
     own: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(mine)
-    budget = TokenBudget.of(engine.model, engine.config.max_tokens_per_micro_batch)
-    cut = cut_batch(rows_batch([rows[index] for index in mine]), budget) if mine else []
+    everything = rows_batch([rows[index] for index in mine or [0]])
+    budget = engine.scoring_budget(everything)  # ranks without rows take part in finding it
+    cut = cut_batch(everything, budget) if mine else []
     for places in cut:
         batch = replace(rows_batch([rows[mine[p]] for p in places]), temperature=config.temperature)
         log_probs, ids = top_k_log_probs(engine.model, batch.to(engine.device), config.top_k)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from rlhf_core import (
     Batch,
     ConfigError,
     EngineConfig,
+    FittedBudget,
+    FittedTokens,
     Loss,
+    MemoryMeter,
     ModelOutputs,
     ModuleWeights,
     RandomState,
     StepReport,
     TokenBudget,
+    TokenPass,
     TrainCapabilities,
     TrainingDivergedError,
     Trial,
@@ -31,10 +36,12 @@ from rlhf_core import (
     adapter_parameters,
     adapters_off,
     model_outputs,
+    optimizer_memory_to_come,
     score_in_micro_batches,
     try_model,
     write_adapter,
 )
+from torch import Tensor
 
 from rlhf_algos.torch_engine.checkpoint import load_state, load_weights, save_state, save_weights
 from rlhf_algos.torch_engine.model import LoraWeights, TorchOptions, load_model
@@ -62,7 +69,11 @@ class TorchEngine:
         """See TrainEngine. A 4-bit policy cannot send adapters alone: the receivers hold other weights."""
         TorchOptions.of(config)
         adapted = config.trained and config.lora is not None
-        return TrainCapabilities(adapter_weights=adapted and not config.quantize, scores_without_adapters=adapted)
+        return TrainCapabilities(
+            adapter_weights=adapted and not config.quantize,
+            scores_without_adapters=adapted,
+            measures_micro_batches=True,
+        )
 
     def __init__(self, config: EngineConfig) -> None:
         options = TorchOptions.of(config)
@@ -86,6 +97,9 @@ class TorchEngine:
         self._lora = config.quantize is not None or self._adapters is not None
         self._optimizer = MasterAdamW(self.model.parameters(), config.optimizer) if config.optimizer else None
         self._random = RandomState(config.seed + rank_of(self.ranks), self.device)
+        self._fitted = FittedBudget(
+            config, self.ranks, MemoryMeter(self.device), to_come=self._optimizer_memory_to_come
+        )
         self._skipped_in_a_row = 0
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
@@ -97,9 +111,22 @@ class TorchEngine:
             batch.to(self.device),
             outputs,
             forward=self._forward,
-            max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
+            max_tokens=self.scoring_budget(batch, outputs),
             ranks=self.ranks,
         )
+
+    def scoring_budget(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> TokenBudget:
+        """The tokens of a micro-batch without gradients; the first call finds them by a trial, if need be."""
+        self.model.eval()
+        return self._fitted.for_scores(self.model, batch, outputs, self._forward)
+
+    def fitted_tokens(self) -> Mapping[TokenPass, FittedTokens]:
+        """See MeasuresMicroBatches."""
+        return self._fitted.found
+
+    def take_fitted_tokens(self, found: Mapping[TokenPass, FittedTokens]) -> None:
+        """See MeasuresMicroBatches."""
+        self._fitted.take(found)
 
     def score_without_adapters(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
         """See ScoresWithoutAdapters."""
@@ -117,13 +144,16 @@ class TorchEngine:
             raise ConfigError(f"the {self.config.role} engine is frozen; give it an optimizer to train it")
         learning_rate = self._optimizer.learning_rate
         self.model.train()
+        budget = self._fitted.for_steps(
+            self.model, batch, loss, forward=self._forward, backward=_backward, undo=self._left_as_before()
+        )
         with self._random:
             done = accumulate(
                 batch.to(self.device),
                 loss,
                 forward=self._forward,
-                backward=lambda total, last: total.backward() if total.requires_grad else None,
-                max_tokens=TokenBudget.of(self.model, self.config.max_tokens_per_micro_batch),
+                backward=_backward,
+                max_tokens=budget,
                 ranks=self.ranks,
             )
         (tokens,) = self.ranks.sum([batch.tokens])
@@ -170,6 +200,7 @@ class TorchEngine:
         """See TrainEngine."""
         rank = rank_of(self.ranks)
         state: dict[str, Any] = {"random": self._random.state, "skipped": self._skipped_in_a_row}
+        state["fitted_tokens"] = {kind: asdict(found) for kind, found in self._fitted.found.items()}
         if rank == 0:
             save_weights(self.model, path)
             state["optimizer"] = self._optimizer.state_dict() if self._optimizer else None
@@ -190,6 +221,7 @@ class TorchEngine:
                 raise ConfigError(f"the checkpoint in {str(path)!r} was written without an optimizer")
             self._optimizer.load_state_dict(optimizer)
         self._random.state = list(state["random"])
+        self._fitted.take({kind: FittedTokens(**found) for kind, found in state["fitted_tokens"].items()})
         self._skipped_in_a_row = int(state["skipped"])
 
     def export(self, path: Path) -> None:
@@ -210,6 +242,19 @@ class TorchEngine:
     def _forward(self, batch: Batch, fields: Sequence[str]) -> ModelOutputs:
         return model_outputs(self.model, batch, fields, replay=self.config.routing_replay)
 
+    def _optimizer_memory_to_come(self) -> int:
+        return 0 if self._optimizer is None else optimizer_memory_to_come(self._optimizer.adam, self.device)
+
+    @contextmanager
+    def _left_as_before(self) -> Iterator[None]:
+        """A context for passes that leave no gradient and draw no random number from the engine's stream."""
+        try:
+            with self._random.lent():
+                yield
+        finally:
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+
     def _move(self, device: torch.device) -> None:
         self.model.to(device)
         if self._optimizer is not None:
@@ -229,3 +274,8 @@ class TorchEngine:
         return StepReport(
             loss=math.nan, grad_norm=norm, learning_rate=learning_rate, skipped=True, bad_sample_ids=names
         )
+
+
+def _backward(total: Tensor, last: bool) -> None:
+    if total.requires_grad:
+        total.backward()

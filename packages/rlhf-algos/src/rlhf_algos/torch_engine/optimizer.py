@@ -22,7 +22,7 @@ class MasterAdamW:
         ]
         decayed = [master for master in self._masters if master.dim() > 1]
         plain = [master for master in self._masters if master.dim() <= 1]
-        self._adam = torch.optim.AdamW(
+        self.adam = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": config.weight_decay},
                 # Norms and biases are not pulled towards zero.
@@ -57,9 +57,9 @@ class MasterAdamW:
                 master.grad = parameter.grad.float()
             if scale != 1.0:
                 master.grad.mul_(scale)  # type: ignore[union-attr]
-        for group in self._adam.param_groups:
+        for group in self.adam.param_groups:
             group["lr"] = self.learning_rate
-        self._adam.step()
+        self.adam.step()
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self._masters, strict=True):
                 if master is not parameter:
@@ -76,11 +76,11 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         """Moments, master weights and the step count."""
         masters = [m.detach() for m, p in zip(self._masters, self.parameters, strict=True) if m is not p]
-        return {"adam": self._adam.state_dict(), "masters": masters, "steps": self.steps}
+        return {"adam": self.adam.state_dict(), "masters": masters, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self._adam.load_state_dict(state["adam"])
+        self.adam.load_state_dict(state["adam"])
         own = [m for m, p in zip(self._masters, self.parameters, strict=True) if m is not p]
         with torch.no_grad():
             for master, saved in zip(own, state["masters"], strict=True):
@@ -92,6 +92,6 @@ class MasterAdamW:
         for master, parameter in zip(self._masters, self.parameters, strict=True):
             if master is not parameter:
                 master.data = master.data.to(device)
-            for name, value in self._adam.state.get(master, {}).items():
+            for name, value in self.adam.state.get(master, {}).items():
                 if isinstance(value, Tensor):
-                    self._adam.state[master][name] = value.to(device)
+                    self.adam.state[master][name] = value.to(device)

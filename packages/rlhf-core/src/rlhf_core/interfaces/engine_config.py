@@ -102,9 +102,12 @@ class EngineConfig:
     """Attention implementation of the model; None chooses."""
     packing: bool = True
     """Run rows unpadded, and prompts that rows share once, where the model allows it."""
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: int | Literal["auto"] = 16384
     """Tokens that go through the model together: those that it runs, so a prompt that packed rows share counts
-    once, and padding counts where rows are padded. A longer row has a micro-batch of its own."""
+    once, and padding counts where rows are padded. A longer row has a micro-batch of its own. `auto`: as many as
+    fit, found by a trial (`MeasuresMicroBatches`)."""
+    longest_row: int | None = None
+    """Tokens of the longest row there can be, for which `auto` makes room; None for that of the first batch."""
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
     """Train low-rank adapters only. A frozen engine takes no adapters; with `lora.quantize` it holds the same 4-bit
@@ -126,8 +129,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("engine: role", self.role, get_args(Role))
         check_choice("engine: dtype", self.dtype, get_args(DType))
-        for name in ("max_tokens_per_micro_batch", "sequence_parallel_size"):
-            check_whole(f"engine: {name}", getattr(self, name), at_least=1)
+        check_whole("engine: sequence_parallel_size", self.sequence_parallel_size, at_least=1)
+        if self.max_tokens_per_micro_batch != "auto":
+            check_whole("engine: max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, at_least=1)
+        if self.longest_row is not None:
+            check_whole("engine: longest_row", self.longest_row, at_least=1)
         check_whole("engine: max_skipped_steps", self.max_skipped_steps, at_least=0)
         check_whole("engine: seed", self.seed, at_least=0)
         for name in ("packing", "gradient_checkpointing", "routing_replay", "trust_remote_code"):

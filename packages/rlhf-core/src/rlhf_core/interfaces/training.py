@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from rlhf_core.data.batch import Batch
 from rlhf_core.interfaces.engine_config import EngineConfig
@@ -68,6 +68,31 @@ class MemoryReport:
         return {f"{prefix}/{name}_gib": size / 2**30 for name, size in self.sizes.items()}
 
 
+TokenPass = Literal["step", "score"]
+"""A pass with gradients, or one without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedTokens:
+    """How many tokens fit a micro-batch, and what this was found from: that of the rank where the fewest fit."""
+
+    tokens: int
+    fixed: int
+    """Bytes of a pass whatever its tokens."""
+    per_token: int
+    """Bytes that each token adds."""
+    free: int
+    """Bytes that nobody used, of the device or of this rank's share of it."""
+    conditions: str = ""
+    """The ranks, devices and settings under which the number holds."""
+
+    def __str__(self) -> str:
+        return (
+            f"micro-batches of {self.tokens:,} tokens: {self.fixed / 2**20:,.0f} MiB fixed + "
+            f"{self.per_token / 2**10:,.1f} KiB a token, {self.free / 2**20:,.0f} MiB free on the smallest rank"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCapabilities:
     """What an engine can do beyond one rank of `TrainEngine`. What needs a method has a Protocol with it."""
@@ -82,6 +107,8 @@ class TrainCapabilities:
     """It keeps a moving average of its weights: `KeepsAverage`."""
     memory_report: bool = False
     """It says what it holds in memory: `ReportsMemory`."""
+    measures_micro_batches: bool = False
+    """It can find out how many tokens fit a micro-batch: `MeasuresMicroBatches`."""
     several_ranks: bool = False
     """Processes that each make one, told of each other by the usual variables (`RANK`, ...), train one model."""
     ranks_together: int = 1
@@ -201,4 +228,22 @@ class ReportsMemory(Protocol):
 
     def memory_report(self) -> MemoryReport:
         """Bytes that the rank holds now, and the peak of each phase so far."""
+        ...
+
+
+@runtime_checkable
+class MeasuresMicroBatches(Protocol):
+    """An engine that takes `max_tokens_per_micro_batch: auto`.
+
+    Before its first step, and before its first scoring, it tries passes of the longest rows there can be, and takes
+    the most tokens that fit on all ranks. A trial changes nothing that is trained or drawn: the run goes on as if
+    the number had been written. `save` keeps the number and `load` takes it, so a resumed run has the same.
+    """
+
+    def fitted_tokens(self) -> Mapping[TokenPass, FittedTokens]:
+        """What was found so far, the same on all ranks; empty where the setting is a number."""
+        ...
+
+    def take_fitted_tokens(self, found: Mapping[TokenPass, FittedTokens]) -> None:
+        """Use what another engine found, instead of a trial, where its conditions are those of this one."""
         ...

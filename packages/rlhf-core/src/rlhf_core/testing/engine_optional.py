@@ -17,6 +17,7 @@ from rlhf_core.interfaces.engine_config import EngineConfig, OptimizerConfig
 from rlhf_core.interfaces.loss import Loss
 from rlhf_core.interfaces.training import (
     KeepsAverage,
+    MeasuresMicroBatches,
     ReportsMemory,
     SavesInBackground,
     ScoresWithoutAdapters,
@@ -43,6 +44,7 @@ PROTOCOLS = {
     "background_save": SavesInBackground,
     "average": KeepsAverage,
     "memory_report": ReportsMemory,
+    "measures_micro_batches": MeasuresMicroBatches,
 }
 
 
@@ -179,6 +181,40 @@ class OptionalChecks(EngineGround):
         assert report.average == 0
         assert report.peaks["step"] >= weights
         assert all(size >= 0 for size in report.sizes.values())
+
+    def test_a_micro_batch_size_that_it_finds_is_as_good_as_a_written_one(
+        self, make: Make, statement: Callable[..., TrainCapabilities], tmp_path: Path
+    ) -> None:
+        given: dict[str, Any] = {"optimizer": FAST, "max_tokens_per_micro_batch": "auto", "longest_row": 40}
+        if not _honours(statement, given).measures_micro_batches:
+            pytest.fail("the engine takes max_tokens_per_micro_batch auto, but does not state that it measures")
+        found = make(**given)
+        assert isinstance(found, MeasuresMicroBatches)
+        assert not found.fitted_tokens()
+        scores, reports = found.score(rows()).log_probs, [found.step(rows(), LOSS)]
+        fitted = found.fitted_tokens()
+        assert set(fitted) == {"score", "step"}
+        assert fitted["step"].tokens >= 40
+        assert fitted["step"].per_token > fitted["score"].per_token > 0, "gradients take more"
+        found.save(tmp_path)
+        reports.append(found.step(rows(1), LOSS))
+        assert found.fitted_tokens() == fitted, "once and for all"
+
+        written = make(optimizer=FAST, max_tokens_per_micro_batch=fitted["step"].tokens)
+        assert isinstance(written, MeasuresMicroBatches)
+        other_scores, others = written.score(rows()).log_probs, [written.step(rows(s), LOSS) for s in range(2)]
+        assert scores is not None
+        assert other_scores is not None
+        assert torch.equal(scores, other_scores)
+        assert reports == others
+        assert gap(received_weights(found), received_weights(written)) == 0
+        assert not written.fitted_tokens()
+
+        resumed = make(**given)
+        assert isinstance(resumed, MeasuresMicroBatches)
+        resumed.load(tmp_path)
+        assert resumed.fitted_tokens() == fitted
+        assert resumed.step(rows(1), LOSS) == reports[1]
 
 
 def _honours(statement: Callable[..., TrainCapabilities], given: dict[str, Any]) -> TrainCapabilities:

@@ -14,15 +14,17 @@ from rlhf_core.data.packed import fill, length_of
 from rlhf_core.data.ragged import RaggedBatch
 from rlhf_core.model.attention.packed import has_dropout, is_packing
 
+Counts = Literal["padded", "packed", "shared"]
+"""`padded`: rows times the longest one. `packed`: those of the rows. `shared`: a prompt that rows of the
+micro-batch share counts once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBudget:
     """How many tokens a micro-batch may have, and which count."""
 
     tokens: int
-    counts: Literal["padded", "packed", "shared"] = "padded"
-    """`padded`: rows times the longest one. `packed`: those of the rows. `shared`: a prompt that rows of the
-    micro-batch share counts once."""
+    counts: Counts = "padded"
 
     @classmethod
     def of(cls, model: Any, tokens: int) -> TokenBudget:
@@ -30,6 +32,20 @@ class TokenBudget:
         if not is_packing(model):
             return cls(tokens=tokens)
         return cls(tokens=tokens, counts="packed" if has_dropout(model) else "shared")
+
+
+def counted_tokens(batch: Batch, counts: Counts) -> int:
+    """Tokens of a batch that is one micro-batch, as a budget counts them.
+
+    >>> ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
+    >>> batch = Batch(token_ids=ids, attention_mask=ids > 0, response_mask=torch.tensor([[0, 0, 1], [0, 1, 0]]) > 0)
+    >>> [counted_tokens(batch, counts) for counts in ("padded", "packed", "shared")]
+    [6, 5, 5]
+    """
+    lengths = batch.lengths.tolist()
+    if counts == "padded":
+        return len(lengths) * max(lengths)
+    return _cost(lengths, prompts_of(batch), None if counts == "packed" else set())
 
 
 def cut_micro_batches(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -30,3 +33,13 @@ class RandomState:
     def __exit__(self, *_: object) -> None:
         self.state = self._read()
         self._write(self._outside)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A context in which torch draws from this stream, too, but which leaves the stream where it stood."""
+        before = list(self.state)
+        try:
+            with self:
+                yield
+        finally:
+            self.state = before

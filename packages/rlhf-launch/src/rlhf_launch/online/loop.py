@@ -100,6 +100,8 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         metrics |= _take_idle_seconds(run)
         metrics |= sync.metrics
         run.reporter.step(step + 1, metrics, waited.prompts)
+        for line in run.state.fitted.news():
+            run.reporter.say(line)
         for remark in remarks.new(metrics, passes=run.prompts.passes):
             run.reporter.say(remark)
         check_best_metric(run.schedule.best_metric, run.reporter.latest)

@@ -15,6 +15,7 @@ from rlhf_launch.bundles.keep import BundleKeeper
 from rlhf_launch.config.placement import REWARD
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluator
+from rlhf_launch.online.fitted_roles import FittedRoles
 from rlhf_launch.online.loop import OnlineRun, Schedule
 from rlhf_launch.online.preflight import Inputs
 from rlhf_launch.online.report import Reporter
@@ -88,6 +89,7 @@ def open_run(
             trainer.kl,
             schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
             background=config.checkpoint.in_background,
+            fitted=fitted_roles(config, workers, trainer),
         )
         yield OnlineRun(
             schedule=schedule_of(config),
@@ -165,6 +167,13 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         rewards=tuple(group for name, group in workers.training.items() if name.startswith(REWARD)),
         one_at_a_time=workers.executor.one_process,
     )
+
+
+def fitted_roles(config: OnlineConfig, workers: Workers, trainer: Trainer) -> FittedRoles:
+    """The roles whose engines find the size of their micro-batches by trials."""
+    if config.train.max_tokens_per_micro_batch != "auto":
+        return FittedRoles()
+    return FittedRoles(list(workers.training.values()), trained=[group.name for group in trainer.trained])
 
 
 def plan_of(config: OnlineConfig) -> UpdatePlan:

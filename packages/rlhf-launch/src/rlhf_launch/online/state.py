@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_algos import Checkpoint, CheckpointSchedule, CheckpointStore, KLController, Unpublished
 from rlhf_rollout import ScoredGroup
 
+from rlhf_launch.online.fitted_roles import FittedRoles
 from rlhf_launch.samples.producer import Producer
 from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
 from rlhf_launch.workers.train_group import TrainGroup
@@ -30,6 +31,7 @@ class RunState:
         *,
         schedule: CheckpointSchedule | None = None,
         background: bool = False,
+        fitted: FittedRoles | None = None,
     ) -> None:
         """Save and restore these parts of a run.
 
@@ -40,6 +42,7 @@ class RunState:
             kl: the controller of the KL coefficient.
             schedule: when a checkpoint is due; without one only at the end.
             background: whether engines that can may write while training goes on.
+            fitted: the sizes of micro-batches that engines find by trials.
         """
         self.store = store
         self.step = 0
@@ -48,6 +51,7 @@ class RunState:
         self._engines, self._producer, self._kl = engines, producer, kl
         self.schedule = schedule or CheckpointSchedule()
         self._background = background
+        self.fitted = fitted or FittedRoles()
         self._unpublished: Unpublished | None = None
         self._accounts: tuple[dict[str, Any], list[ScoredGroup]] | None = None
 
@@ -73,7 +77,7 @@ class RunState:
         self.publish(wait=True)
         self.schedule.saved()
         accounts, groups = self._accounts or self._producer.state()
-        state = {**accounts, "kl": self._kl.state_dict()}
+        state = {**accounts, "kl": self._kl.state_dict(), "fitted_tokens": self.fitted.state()}
         unpublished = self.store.begin(self.step, state, pack_groups(groups))
         for engine in self._engines:
             engine.save(unpublished.folder / engine.name, background=self._background)
@@ -100,6 +104,7 @@ class RunState:
         """
         for engine in self._engines:
             engine.load(saved.path / engine.name)
+        self.fitted.restore(saved.state["fitted_tokens"])
         self._kl.load_state_dict(saved.state["kl"])
         self.step = saved.step
         self._producer.restore(saved.state, unpack_groups(saved.tensors()), step=self.step)

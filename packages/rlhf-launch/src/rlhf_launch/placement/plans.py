@@ -112,6 +112,7 @@ def _engine_config(config: WorkerNeeds, backends: ResolvedBackends, model: str, 
         dtype=backends.dtype,
         device=backends.device,
         max_tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
+        longest_row=config.max_length,
         max_skipped_steps=config.train.max_skipped_steps,
         attention=config.model.attention,
         packing=config.train.packing,
@@ -178,6 +179,11 @@ def rank_plans(
     if ranks > 1 and not can.several_ranks:
         raise ResourceError(
             f"{name}: the engine {engine} has one rank, and {ranks} are asked for; use deepspeed, or one rank"
+        )
+    if config.max_tokens_per_micro_batch == "auto" and not can.measures_micro_batches:
+        raise ConfigError(
+            f"{name}: the engine {engine} cannot find out how many tokens fit its memory; write a number for "
+            "train.max_tokens_per_micro_batch"
         )
     if ranks % can.ranks_together:
         raise ConfigError(

@@ -15,6 +15,7 @@ from rlhf_core import (
     RUN_TOGETHER,
     Batch,
     DeadlineExceeded,
+    FittedTokens,
     Link,
     Loss,
     Metric,
@@ -22,6 +23,7 @@ from rlhf_core import (
     RaggedBatch,
     RaggedColumn,
     StepReport,
+    TokenPass,
     TokenRows,
     WeightManifest,
     deal_units,
@@ -293,6 +295,15 @@ class TrainGroup:
         """Bytes by purpose, of the rank with most of each; empty for an engine that reports none."""
         ranks = self._all("memory", what="report its memory")
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def fitted_tokens(self) -> Mapping[TokenPass, FittedTokens]:
+        """See MeasuresMicroBatches; nothing for an engine that does not measure."""
+        call = self._handles[0].call("fitted_tokens")
+        return self._gather([call], "say how many tokens fit its memory")[0]
+
+    def take_fitted_tokens(self, found: Mapping[TokenPass, FittedTokens]) -> None:
+        """See MeasuresMicroBatches."""
+        self._all("take_fitted_tokens", dict(found), what="take the size of its micro-batches")
 
     def take_idle_seconds(self) -> float:
         """Seconds since the last call in which the ranks had nothing to do."""

@@ -19,9 +19,11 @@ from rlhf_core import (
     DeltaMode,
     DeltaSource,
     EngineConfig,
+    FittedTokens,
     KeepsAverage,
     Link,
     Loss,
+    MeasuresMicroBatches,
     ModelOutputs,
     PendingSave,
     RaggedBatch,
@@ -31,6 +33,7 @@ from rlhf_core import (
     Sender,
     SendsAdapters,
     StepReport,
+    TokenPass,
     TrainCapabilities,
     TrainEngine,
     WeightManifest,
@@ -146,6 +149,15 @@ class TrainWorker:
     def step(self, batch: Batch | RaggedBatch, loss: Loss) -> StepReport:
         """See TrainEngine."""
         return self.engine.step(batch.padded() if isinstance(batch, RaggedBatch) else batch, loss)
+
+    def fitted_tokens(self) -> Mapping[TokenPass, FittedTokens]:
+        """See MeasuresMicroBatches; nothing if the engine does not measure."""
+        return self.engine.fitted_tokens() if isinstance(self.engine, MeasuresMicroBatches) else {}
+
+    def take_fitted_tokens(self, found: Mapping[TokenPass, FittedTokens]) -> None:
+        """See MeasuresMicroBatches."""
+        if isinstance(self.engine, MeasuresMicroBatches):
+            self.engine.take_fitted_tokens(found)
 
     def open_link(self, kind: str, receivers: int, timeout_s: float) -> Link:
         """Open the sending end of a weight link on this rank, replacing an older one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import CheckpointError, RLHFError, damage_error, find_damage
+from rlhf_core import CheckpointError, FittedTokens, RLHFError, TokenPass, damage_error, find_damage
 from torch import Tensor
 
 from rlhf_train.checkpoint.background import PendingFiles, SaveThread
@@ -40,6 +40,7 @@ class _Written:
     stage: int
     trained: bool
     progress: dict[str, int] = field(default_factory=dict)
+    fitted_tokens: dict[TokenPass, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,8 @@ class EngineState:
     random: list[Tensor]
     """Random streams of this rank."""
     average: AverageWeights | None = None
+    fitted_tokens: dict[TokenPass, FittedTokens] = field(default_factory=dict)
+    """Sizes of micro-batches that trials have found."""
 
 
 def save_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: TrainingRanks, stage: int) -> None:
@@ -58,7 +61,7 @@ def save_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
     """
     path = Path(path)
     _save(engine, path, state, _writer(engine), ranks=ranks)
-    _complete(engine, path, state.progress, ranks=ranks, stage=stage)
+    _complete(engine, path, state, ranks=ranks, stage=stage)
 
 
 def save_in_background(
@@ -68,13 +71,13 @@ def save_in_background(
     path = Path(path)
     files = PendingFiles(_writer(engine))
     _save(engine, path, state, files, ranks=ranks)
-    progress = replace(state.progress)
+    then = replace(state, progress=replace(state.progress))
 
     def finish(error: str | None) -> None:
         errors = [one for one in ranks.gather(error) if one]
         if errors:
             raise RLHFError(f"the checkpoint in {str(path)!r} was not written: {errors[0]}")
-        _complete(engine, path, progress, ranks=ranks, stage=stage)
+        _complete(engine, path, then, ranks=ranks, stage=stage)
 
     return SaveThread(path, files.write, finish)
 
@@ -95,12 +98,16 @@ def _save(engine: Any, path: Path, state: EngineState, writer: Any, *, ranks: Tr
         writer.save(state.average.state(), str(_average_file(path, ranks.info.rank)))
 
 
-def _complete(engine: Any, path: Path, progress: Progress, *, ranks: TrainingRanks, stage: int) -> None:
+def _complete(engine: Any, path: Path, state: EngineState, *, ranks: TrainingRanks, stage: int) -> None:
     """Write `engine.json`, which says that the checkpoint is complete, once all ranks have written their files."""
     ranks.barrier()
     if ranks.info.rank == 0:
         written = _Written(
-            world_size=ranks.size, stage=stage, trained=engine is not None, progress=asdict(progress)
+            world_size=ranks.size,
+            stage=stage,
+            trained=engine is not None,
+            progress=asdict(state.progress),
+            fitted_tokens={kind: asdict(found) for kind, found in state.fitted_tokens.items()},
         )
         (path / STATE).write_text(json.dumps(asdict(written)))
     ranks.barrier()
@@ -147,6 +154,7 @@ def load_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
     if state.average is not None:
         _load_average(state.average, path, written.world_size)
     state.progress = Progress(**written.progress)
+    state.fitted_tokens = {kind: FittedTokens(**found) for kind, found in written.fitted_tokens.items()}
     ranks.barrier()
 
 
