@@ -110,6 +110,22 @@ def test_sequence_parallel_ranks_train_as_one_process(measured, case):
     assert len(found["ids"]) == len(set(found["ids"]))
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["0", "1", "2", "3", "3-offloaded", "3-critic", "3-mixture", "3-sequence", "2-bfloat16"],
+)
+def test_a_micro_batch_size_found_by_a_trial_is_as_good_as_a_written_one(measured, case):
+    found = measured["micro_batches_by_trial"][case]
+    first, second = found["tokens"]
+    assert first == second, "all ranks have one number"
+    assert 20 <= first["step"] < 16_384, "memory was short"
+    assert first["step"] <= first["score"]
+    assert found["reports"]
+    assert found["scores"]
+    assert found["gap"] == 0
+    assert found["left"] == [0, 0], "no gradient, nothing gathered"
+
+
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_the_memory_report_counts_what_a_rank_holds(measured, stage):
     found = measured["memory"][stage]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from rlhf_core import Batch, EngineConfig, Loss, LossTerms, ModelOutputs, OptimizerConfig, accumulate, model_outputs
 from rlhf_core.testing.engine_ground import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
+from rlhf_core.training import memory_meter
 from rlhf_train import DeepSpeedEngine
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -47,6 +50,29 @@ def score_loss(outputs: ModelOutputs, batch: Batch, config: Any) -> LossTerms:
         total=(outputs.scores - (batch.token_ids[:, 0] % 2).float()).square().sum(),
         weight=torch.tensor(float(batch.rows)),
     )
+
+
+def value_loss(outputs: ModelOutputs, batch: Batch, config: Any) -> LossTerms:
+    """Square of the values."""
+    assert outputs.values is not None
+    counted = batch.response_mask
+    return LossTerms(total=((outputs.values - 1).square() * counted).sum(), weight=counted.sum().float())
+
+
+VALUE = Loss(function=value_loss, outputs=("values",))
+OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
+
+
+@contextmanager
+def _memory_of(work: Path, *, mib: int) -> Iterator[None]:
+    """A context in which the machine of this rank has so much memory available."""
+    before, made = memory_meter._MEMINFO, work / f"meminfo-{mib}"
+    made.write_text(f"MemTotal: 1048576 kB\nMemAvailable: {mib * 1024} kB\n")
+    memory_meter._MEMINFO = made
+    try:
+        yield
+    finally:
+        memory_meter._MEMINFO = before
 
 
 def pairs(seed: int = 0) -> Batch:
@@ -400,6 +426,50 @@ class FeatureChecks:
                 ),
             }
             engine.close()
+        return found
+
+    def micro_batches_by_trial(self) -> dict[str, Any]:
+        """An engine that finds the size of its micro-batches beside one with that size written."""
+        found = {}
+        for name, model, fields in (
+            ("0", "untied", {"options": {"stage": 0}}),
+            ("1", "untied", {"options": {"stage": 1}}),
+            ("2", "untied", {"options": {"stage": 2}}),
+            ("3", "untied", {"options": {"stage": 3}}),
+            (
+                "3-offloaded",
+                "untied",
+                {"options": {"stage": 3, "offload_optimizer": True, "offload_parameters": True}},
+            ),
+            ("3-critic", "untied", {"options": {"stage": 3}, "role": "critic"}),
+            ("3-mixture", "mixtral", {"options": {"stage": 3}}),
+            ("3-sequence", "untied", {"options": {"stage": 3}, "sequence_parallel_size": 2}),
+            ("2-bfloat16", "untied", {"options": {"stage": 2}, "dtype": "bfloat16"}),
+        ):
+            loss = VALUE if fields.get("role") == "critic" else NLL
+            outputs = ("values",) if fields.get("role") == "critic" else ("log_probs",)
+            sizes: list[int | str] = ["auto"]
+            runs = []
+            for size in sizes:
+                engine = self.start(model, max_tokens_per_micro_batch=size, longest_row=20, **fields)
+                with _memory_of(self.work, mib=80 if self.rank else 40):
+                    scores = engine.score(half(samples(), self.rank), outputs)
+                    reports = [engine.step(half(samples(step), self.rank), loss) for step in range(2)]
+                held = engine.memory_report()
+                gathered = sum(parameter.data.numel() for parameter in engine.model.parameters())
+                runs.append((reports, getattr(scores, outputs[0]), weights_of(engine), held.gradients, gathered))
+                if size == "auto":
+                    fitted = engine.ranks.gather({kind: one.tokens for kind, one in engine.fitted_tokens().items()})
+                    sizes.append(fitted[0]["step"])  # type: ignore[index]
+                engine.close()
+            auto, written = runs
+            found[name] = {
+                "tokens": fitted,
+                "reports": auto[0] == written[0],
+                "scores": torch.equal(auto[1], written[1]),
+                "gap": gap(auto[2], written[2]),
+                "left": (auto[3] - written[3], auto[4] - written[4]),
+            }
         return found
 
     def memory(self) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class FittedBudget:
         longest = length * batch.rows_per_unit
         run(trial_rows(batch, length=min(length, _WARM_UP), units=1).to(self._meter.device))
         self._ranks.max(0)  # nobody counts as taken what another rank's pass holds for a moment
-        free = self._meter.free() - self._to_come()
+        free = max(0, self._meter.free() - self._to_come())
         self._ranks.max(0)
         passes = []
         for share, units in trial_sizes(longest, most=most):
