@@ -118,3 +118,9 @@ def test_every_rank_behind_an_engine_gets_an_example(config):
         train(replace(config, output=config.output / "b"), engines=EngineFactory(ranks=5))
     with pytest.raises(ConfigError, match="at least 1"):
         EngineFactory(ranks=0)
+
+
+def test_an_engine_that_cannot_measure_needs_a_number(config):
+    auto = replace(config, train=replace(config.train, max_tokens_per_micro_batch="auto"))
+    with pytest.raises(ConfigError, match=r"SeamOnly cannot find out .* train\.max_tokens_per_micro_batch"):
+        train(auto, engines=EngineFactory(open=SeamOnly))

@@ -167,6 +167,51 @@ def test_packing_and_micro_batches_do_not_change_the_run(make, tmp_path):
     assert losses[0] == pytest.approx(losses[2], rel=1e-3)
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_finds_the_size_of_its_micro_batches(make, tmp_path, method):
+    said: list[str] = []
+    auto = make(method, train__steps=2, train__max_tokens_per_micro_batch="auto")
+    result = train(auto, say=said.append)
+    (line,) = said
+    assert line.startswith("micro-batches of 16,384 tokens: ")
+    said.clear()
+    written = changed(auto, train__max_tokens_per_micro_batch=16384, output=tmp_path / "written")
+    assert train(written, say=said.append).metrics == result.metrics
+    assert same(weights(auto.output / "model"), weights(written.output / "model"))
+    assert not said
+
+
+def test_a_resumed_run_keeps_the_size_of_its_micro_batches(make, tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("rlhf_core.training.memory_meter._MEMINFO", meminfo)
+    lines: list[str] = []
+
+    def available(mib):
+        meminfo.write_text(f"MemTotal: 1048576 kB\nMemAvailable: {mib * 1024} kB\n")
+
+    class Killed(Exception):
+        pass
+
+    def kill(kind, step, values):
+        if kind == "train" and step == 3:
+            raise Killed
+
+    available(24)
+    whole = make("sft", checkpoint__every=1, train__max_tokens_per_micro_batch="auto")
+    train(whole, say=lines.append)
+    broken = changed(whole, output=tmp_path / "broken")
+    with pytest.raises(Killed):
+        train(broken, on_event=kill, say=lines.append)
+    available(200)
+    train(broken, resume=True, say=lines.append)
+    lines = [line for line in lines if line.startswith("micro-batches")]
+    assert len(lines) == 3
+    assert len(set(lines)) == 1, "also after the resume, when more is free"
+    assert "of 16,384 tokens" not in lines[0]
+    assert same(weights(whole.output / "model"), weights(broken.output / "model"))
+    assert read_metrics(whole.output / "metrics.jsonl") == read_metrics(broken.output / "metrics.jsonl")
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, tmp_path, method):
     settings = {

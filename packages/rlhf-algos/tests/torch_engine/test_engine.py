@@ -17,6 +17,7 @@ from rlhf_core import (
     Loss,
     LossTerms,
     OptimizerConfig,
+    ResourceError,
     TrainEngine,
     TrainingDivergedError,
 )
@@ -90,6 +91,39 @@ def test_micro_batches_do_not_change_the_step(config):
     assert first.loss == pytest.approx(second.loss, rel=1e-5)
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
     assert torch.allclose(whole.score(batch).log_probs, cut.score(batch).log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_trial_of_micro_batches_leaves_no_trace(config, dropout):
+    config = replace(config, options={"model_arguments": {"attention_dropout": dropout}}, longest_row=30)
+    tried = TorchEngine(replace(config, max_tokens_per_micro_batch="auto"))
+    torch.manual_seed(7)
+    outside = torch.get_rng_state()
+    reports = [tried.step(make_batch(seed=seed), SFT) for seed in range(2)]
+    assert torch.equal(torch.get_rng_state(), outside)
+    tokens = tried.fitted_tokens()["step"].tokens
+    written = TorchEngine(replace(config, max_tokens_per_micro_batch=tokens))
+    assert [written.step(make_batch(seed=seed), SFT) for seed in range(2)] == reports
+    assert same(all_weights(tried), all_weights(written))
+    tried.scoring_budget(make_batch())
+    assert all(parameter.grad is None for parameter in tried.model.parameters())
+
+
+def test_micro_batches_are_cut_where_memory_is_short(config, monkeypatch, tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1048576 kB\nMemAvailable: 20480 kB\n")
+    monkeypatch.setattr("rlhf_core.training.memory_meter._MEMINFO", meminfo)
+    engine = TorchEngine(replace(config, max_tokens_per_micro_batch="auto", longest_row=30))
+    engine.step(make_batch(), SFT)
+    fitted = engine.fitted_tokens()["step"]
+    parameters = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    assert fitted.free == (20 << 20) - 2 * parameters, "the optimizer's moments come with the first step"
+    assert fitted.tokens == int((fitted.free / 2 - fitted.fixed) / fitted.per_token) // 256 * 256
+    assert 256 <= fitted.tokens < 16_384
+    meminfo.write_text("MemTotal: 1048576 kB\nMemAvailable: 1024 kB\n")
+    engine = TorchEngine(replace(config, max_tokens_per_micro_batch="auto", longest_row=3000))
+    with pytest.raises(ResourceError, match="not even one micro-batch of the longest rows fits: 3000 tokens need"):
+        engine.step(make_batch(), SFT)
 
 
 def test_step_is_adamw_on_the_mean_loss(config, model):

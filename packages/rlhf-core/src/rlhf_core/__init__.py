@@ -126,6 +126,7 @@ from rlhf_core.stopping import STOP_SIGNALS, StopRequest
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal, deal_units, order_in_groups
 from rlhf_core.training.fitted_budget import FittedBudget
+from rlhf_core.training.fitting import trial_rows
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.memory_meter import MemoryMeter, optimizer_memory_to_come
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch, units_together
@@ -374,6 +375,7 @@ __all__ = [
     "shared_memory_id",
     "tokens_for_experts",
     "top_k_log_probs",
+    "trial_rows",
     "try_model",
     "units_together",
     "write_adapter",

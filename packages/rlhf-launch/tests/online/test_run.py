@@ -145,6 +145,35 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, make_config, tmp_pa
         assert torch.equal(tensor, other), name
 
 
+def test_a_run_finds_the_size_of_its_micro_batches_once_and_keeps_it(
+    settings, make_config, tmp_path, folder, monkeypatch
+):
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("rlhf_core.training.memory_meter._MEMINFO", meminfo)
+    settings |= {"reward": {"model": str(folder / "reward")}, "algorithm": {"name": "ppo", "kl_coef": 0.05}}
+    settings["train"] = {**settings["train"], "max_tokens_per_micro_batch": "auto"}
+    settings |= {"checkpoint": {"every": 2}, "tensorboard": False}
+
+    def run(name, mib, *, steps, resume=False):
+        meminfo.write_text(f"MemTotal: 1048576 kB\nMemAvailable: {mib * 1024} kB\n")
+        console = Console(file=io.StringIO(), width=200)
+        config = make_config(settings, train__steps=steps, output=str(tmp_path / name))
+        done = train(config, resume=resume, console=console)
+        lines = console.file.getvalue().splitlines()
+        return done, sorted(line.strip() for line in lines if "micro-batches of" in line)
+
+    whole, said = run("whole", 60, steps=4)
+    assert [line.partition(":")[0] for line in said] == [
+        *("critic, to score", "critic, to step", "policy, to score", "policy, to step"),
+        *("reference, to score", "reward model, to score"),
+    ]
+    assert not any("16,384" in line for line in said)
+    _, first = run("part", 60, steps=2)
+    resumed, again = run("part", 500, steps=4, resume=True)
+    assert said == first == again
+    assert without_times(read_rows(resumed)) == without_times(read_rows(whole))
+
+
 def test_a_killed_run_equals_an_uninterrupted_one(settings, make_config, tmp_path):
     settings |= {"checkpoint": {"every": 1}, "evaluation": {"every": 3}, "tensorboard": False}
     settings["train"] = {**settings["train"], "steps": 6}

@@ -1,7 +1,17 @@
 """Which workers a training engine gets, before any is placed."""
 
+from dataclasses import replace
+
 import pytest
-from rlhf_core import EngineConfig, OptimizerConfig, ResourceError, RolloutConfig
+from rlhf_algos import TorchEngine
+from rlhf_core import (
+    ConfigError,
+    EngineConfig,
+    OptimizerConfig,
+    ResourceError,
+    RolloutConfig,
+    TrainCapabilities,
+)
 from rlhf_launch import WorkerRoom, engine_plans, rank_plans
 
 POLICY = EngineConfig(model="m", optimizer=OptimizerConfig(learning_rate=1e-3))
@@ -17,6 +27,23 @@ def test_an_engine_of_one_rank_is_not_given_several():
     assert len(rank_plans("policy", "torch", POLICY)) == 1
     with pytest.raises(ResourceError, match="the engine torch has one rank, and 2 are asked for"):
         rank_plans("policy", "torch", POLICY, ranks=2)
+
+
+class Blind(TorchEngine):
+    """An engine that does not measure."""
+
+    @staticmethod
+    def capabilities(config):
+        return TrainCapabilities()
+
+
+def test_an_engine_that_cannot_measure_is_given_a_number():
+    auto = replace(POLICY, max_tokens_per_micro_batch="auto")
+    assert len(rank_plans("policy", "torch", auto)) == 1
+    blind = f"{__name__}:Blind"
+    assert len(rank_plans("policy", blind, POLICY)) == 1
+    with pytest.raises(ConfigError, match=r"policy: the engine .*Blind cannot find out how many tokens"):
+        rank_plans("policy", blind, auto)
 
 
 def threads(plans):

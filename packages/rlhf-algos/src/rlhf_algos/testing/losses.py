@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from rlhf_core import Accumulated, Batch, Loss, accumulate
+from rlhf_core import Accumulated, Batch, Loss, ModelOutputs, accumulate, trial_rows
 from torch import Tensor
 
 from rlhf_algos.testing.samples import in_float32, poisoned, sample_batch, sample_outputs, widened
@@ -113,6 +113,14 @@ class LossInvariances:
         assert float(terms.weight) == pytest.approx(case.loss.weight(batch), rel=1e-9)
         assert terms.total.dim() == 0
 
+    @pytest.mark.parametrize(("length", "units"), [(5, 1), (50, 9)])
+    def test_it_takes_the_rows_of_a_memory_trial(self, case: LossCase, length: int, units: int) -> None:
+        batch, _ = case.sample()
+        rows = trial_rows(batch, length=length, units=units)
+        terms = case.loss(_any_outputs(rows, case.loss.outputs), rows)
+        assert terms.total.requires_grad
+        terms.total.backward()
+
 
 def step(
     case: LossCase, batch: Batch, outputs: dict[str, Tensor], max_tokens: int = WHOLE
@@ -127,6 +135,18 @@ def step(
         max_tokens=max_tokens,
     )
     return result, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def _any_outputs(rows: Batch, fields: Sequence[str]) -> ModelOutputs:
+    """Outputs of the right shapes that are all -1."""
+    tokens = tuple(rows.token_ids.shape)
+    shapes: dict[str, tuple[int, ...]] = {"scores": tokens[:1], "aux_loss": ()}
+    if "candidate_ids" in rows:
+        shapes["candidate_log_probs"] = tuple(rows["candidate_ids"].shape)
+    found = {
+        name: torch.full(shapes.get(name, tokens), -1.0, dtype=torch.float64, requires_grad=True) for name in fields
+    }
+    return ModelOutputs(**found)
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

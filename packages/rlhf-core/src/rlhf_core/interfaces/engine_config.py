@@ -130,8 +130,11 @@ class EngineConfig:
         check_choice("engine: role", self.role, get_args(Role))
         check_choice("engine: dtype", self.dtype, get_args(DType))
         check_whole("engine: sequence_parallel_size", self.sequence_parallel_size, at_least=1)
-        if self.max_tokens_per_micro_batch != "auto":
-            check_whole("engine: max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, at_least=1)
+        tokens, setting = self.max_tokens_per_micro_batch, "engine: max_tokens_per_micro_batch"
+        if isinstance(tokens, str):
+            check_choice(f"{setting}, if no number,", tokens, ("auto",))
+        else:
+            check_whole(setting, tokens, at_least=1)
         if self.longest_row is not None:
             check_whole("engine: longest_row", self.longest_row, at_least=1)
         check_whole("engine: max_skipped_steps", self.max_skipped_steps, at_least=0)
