@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import Batch, EngineConfig, Loss, LossTerms, ModelOutputs, OptimizerConfig, accumulate, model_outputs
+from rlhf_core import (
+    Batch,
+    EngineConfig,
+    Loss,
+    LossTerms,
+    MemoryMeter,
+    ModelOutputs,
+    OptimizerConfig,
+    accumulate,
+    model_outputs,
+)
 from rlhf_core.testing.engine_ground import SMOOTH, faulty_loss, forward, gap, rows, supervised_loss
-from rlhf_core.training import memory_meter
 from rlhf_train import DeepSpeedEngine
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -64,15 +73,13 @@ OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
 
 
 @contextmanager
-def _memory_of(work: Path, *, mib: int) -> Iterator[None]:
-    """A context in which the machine of this rank has so much memory available."""
-    before, made = memory_meter._MEMINFO, work / f"meminfo-{mib}"
-    made.write_text(f"MemTotal: 1048576 kB\nMemAvailable: {mib * 1024} kB\n")
-    memory_meter._MEMINFO = made
+def _free_memory(mib: int) -> Iterator[None]:
+    """A context in which this rank finds so much memory free."""
+    before, MemoryMeter.free = MemoryMeter.free, lambda self: mib << 20
     try:
         yield
     finally:
-        memory_meter._MEMINFO = before
+        MemoryMeter.free = before
 
 
 def pairs(seed: int = 0) -> Batch:
@@ -452,7 +459,7 @@ class FeatureChecks:
             runs = []
             for size in sizes:
                 engine = self.start(model, max_tokens_per_micro_batch=size, longest_row=20, **fields)
-                with _memory_of(self.work, mib=80 if self.rank else 40):
+                with _free_memory(80 if self.rank else 40):
                     scores = engine.score(half(samples(), self.rank), outputs)
                     reports = [engine.step(half(samples(step), self.rank), loss) for step in range(2)]
                 held = engine.memory_report()

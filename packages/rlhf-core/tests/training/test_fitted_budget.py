@@ -86,7 +86,7 @@ def test_a_trial_of_a_step_is_a_short_pass_and_two_of_the_longest_rows():
     engine = Engine()
     # Half of 100 MiB less 1 MiB, by 10 KiB: 5017 tokens.
     assert engine.steps().tokens == 4864
-    assert [one[:2] for one in engine.forwards] == [(1, 64), (10, 100), (20, 100)]
+    assert [one[:2] for one in engine.forwards] == [(1, 64), (2, 100), (4, 100)]
     assert all(one[2:] == (("log_probs",), True) for one in engine.forwards)
     assert engine.backwards == [(0.0, False)] * 3, "no gradient is more than zero, no step is ended"
     assert (engine.undone, engine.meter.given_back) == (1, 1)
@@ -161,7 +161,7 @@ def test_a_device_that_is_full_in_a_trial_is_named():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     engine.meter.peak = full
-    with pytest.raises(ResourceError, match=r"10 row\(s\) of 100 tokens needs more than the 3 MiB that are free"):
+    with pytest.raises(ResourceError, match=r"2 row\(s\) of 100 tokens needs more than the 3 MiB that are free"):
         engine.steps()
 
 

@@ -116,7 +116,7 @@ def test_it_is_said_in_numbers():
 
 @given(unit=st.integers(2, 200_000), most=st.integers(2, 65_536))
 def test_trials_are_small_and_of_two_sizes(unit, most):
-    (share, units), (other_share, other_units) = trial_sizes(unit, most=most)
+    (share, units), (other_share, other_units) = trial_sizes(unit, least=1024, most=most)
     small, large = share * units * unit, other_share * other_units * unit
     assert large == 2 * small
     assert large <= max(unit, most, 2048)

@@ -17,6 +17,7 @@ from rlhf_core.interfaces.loss import Loss, ModelOutputs
 from rlhf_core.interfaces.training import FittedTokens, TokenPass
 from rlhf_core.training.accumulation import Ranks
 from rlhf_core.training.fitting import (
+    LEAST_TOKENS,
     MARGINS,
     MOST_TOKENS,
     SHORTER,
@@ -148,13 +149,13 @@ class FittedBudget:
         self._ranks.max(0)  # nobody counts as taken what another rank's pass holds for a moment
         free = max(0, self._meter.free() - self._to_come())
         self._ranks.max(0)
-        passes = []
-        for share, units in trial_sizes(longest, most=most):
+        passes, kind = [], self._meter.device.type
+        for share, units in trial_sizes(longest, least=LEAST_TOKENS[kind], most=most):
             rows = trial_rows(batch, length=max(2, int(share * length)), units=units)
             passes.append((counted_tokens(rows, counts), self._peak(run, rows, free)))
         own = RankMemory(place=self._meter.place, line=MemoryLine.through(*passes), free=free)
         everyones: list[Any] = self._ranks.gather(own)
-        return agreed_tokens(everyones, longest=longest, most=most, margin=MARGINS[self._meter.device.type])
+        return agreed_tokens(everyones, longest=longest, most=most, margin=MARGINS[kind])
 
     def _peak(self, run: Callable[[Batch], None], rows: Batch, free: float) -> int:
         here = rows.to(self._meter.device)

@@ -13,7 +13,8 @@ from rlhf_core.errors import ResourceError
 from rlhf_core.interfaces.training import FittedTokens
 
 MOST_TOKENS = 16_384
-"""Above it a micro-batch is hardly faster on any device, so no more are taken however many fit."""
+"""Above it a micro-batch is hardly faster on any device, so no more are taken however many fit. (On hosts a few
+hundred do, but for prompts that rows share, which are run once for each micro-batch.)"""
 MARGINS = {"cuda": 0.15, "cpu": 0.5}
 """The share of what is free that a micro-batch leaves: on a GPU for the allocator's gaps, on a host for the other
 processes, which take memory at times of their own."""
@@ -21,9 +22,9 @@ SHORTER = "shorten the rows (lengths.max_length), use gradient_checkpointing, mo
 """What to do where the longest rows do not fit."""
 _STEP = 256
 """The number is rounded down to a multiple, so that it is the same where a little more or less is free."""
-_LEAST = 1024
-"""Tokens of the smaller trial: with fewer, a chunk of the head that is not yet full would count as growing for
-ever."""
+LEAST_TOKENS = {"cuda": 1024, "cpu": 256}
+"""Tokens of the smaller trial. With few, what grows until the head's chunk is full counts as growing for ever,
+which errs on the safe side; on a host, where a trial takes seconds, that is the better bargain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,21 +110,22 @@ class RankMemory:
     """Bytes that nobody uses, of the whole place."""
 
 
-def trial_sizes(unit: int, *, most: int) -> tuple[tuple[float, int], tuple[float, int]]:
+def trial_sizes(unit: int, *, least: int, most: int) -> tuple[tuple[float, int], tuple[float, int]]:
     """(share of the length of a row, units) of the smaller pass of a trial and of the larger one.
 
     Args:
         unit: tokens of the longest unit of rows.
+        least: tokens of the smaller pass, about, if units are shorter.
         most: tokens that a micro-batch may have at most.
 
-    >>> trial_sizes(300, most=16_384)
+    >>> trial_sizes(300, least=1024, most=16_384)
     ((1.0, 3), (1.0, 6))
-    >>> trial_sizes(10_000, most=16_384)   # no two in one micro-batch: half of one, and all of it
+    >>> trial_sizes(10_000, least=1024, most=16_384)   # no two in one micro-batch: half of one, and all of it
     ((0.5, 1), (1.0, 1))
     """
     if 2 * unit > most:
         return (0.5, 1), (1.0, 1)
-    units = max(1, min(_LEAST, most // 2) // unit)
+    units = max(1, min(least, most // 2) // unit)
     return (1.0, units), (1.0, 2 * units)
 
 
