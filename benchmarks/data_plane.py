@@ -1,7 +1,7 @@
 """What the driver does for each token, from a rollout engine's answer to what each training rank is sent.
 
     python benchmarks/data_plane.py                                  # 1,000 and 10,000 samples of 4,096 tokens
-    python benchmarks/data_plane.py --samples 100000                 # about 10 GiB
+    python benchmarks/data_plane.py --samples 100000                 # about 8 GiB
     python benchmarks/data_plane.py --parts sharing                  # prompts run once, at 1 to 64 ranks
 
 - `driver`: a GRPO (or PPO) step with the run's own pool, producer, ledger, trainer, groups of ranks and workers.
