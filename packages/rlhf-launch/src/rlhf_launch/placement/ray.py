@@ -250,18 +250,40 @@ class RayCluster:
         Ray's folder goes with it, unless the run fails and a worker has died: its log lies there until the next
         start.
         """
-        self._watch.close()
         if self._lost is None:
             # A head that has died just now would be waited for.
             for door, why in self._watch.refused():
                 self._lose(door, why)
-        while self._rooms:
-            room = self._rooms.pop()
-            if self._lost is None:
-                room.release()
+        rooms, self._rooms = self._rooms, []
+        if not self._owns_cluster:  # else the rooms go with it
+            self._give_back(rooms)
+        self._watch.close()
         if not self._owned and self._lost is None:
             return  # whoever has started Ray, or joined it, also stops it; a lost cluster is of no use to anyone
         self._stop()
+
+    @property
+    def _owns_cluster(self) -> bool:
+        """Whether the cluster ends with this object."""
+        return self._owned and self._address is None
+
+    def _give_back(self, rooms: Sequence[Reservation]) -> None:
+        """Release the rooms, for as long as the head is not lost: Ray waits for its answer without end."""
+        failed: list[BaseException] = []
+
+        def release() -> None:
+            try:
+                for room in rooms:
+                    room.release()
+            except BaseException as error:
+                failed.append(error)
+
+        releasing = threading.Thread(target=release, name="release", daemon=True)
+        releasing.start()
+        while self._lost is None and releasing.is_alive():
+            releasing.join(0.05)
+        if self._lost is None and failed:
+            raise failed[0]
 
     def _stop(self) -> None:
         if self._ray.is_initialized():
