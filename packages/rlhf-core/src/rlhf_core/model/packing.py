@@ -26,7 +26,10 @@ from rlhf_core.data.batch import Batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Consecutive tokens that attend to the prompt they continue, if any, and causally to themselves."""
+    """Consecutive tokens that attend to the prompt they continue, if any, and causally to themselves.
+
+    A prompt is a segment of its own, before those that continue it.
+    """
 
     start: int
     stop: int
@@ -45,6 +48,7 @@ class Layout:
     """How the tokens of a packed row attend; travels to the attention function as an argument."""
 
     segments: tuple[Segment, ...]
+    """One after the other, without a gap: every token of the row is in one."""
     masks: dict[Hashable, Tensor] = field(default_factory=dict)
     """Causal masks that were needed so far, made once for all layers."""
     kept: dict[str, Any] = field(default_factory=dict)

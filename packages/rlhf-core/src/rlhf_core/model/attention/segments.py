@@ -65,18 +65,23 @@ def sdpa_segments(
     if query.is_cuda:
         # With a mask, grouped heads would fall back to the unfused kernel on CUDA.
         key, value = _ungrouped(query, key, value)
+    # The backward pass of one split is one copy; that of a slice writes zeros for all the other tokens, too.
+    lengths = [segment.stop - segment.start for segment in layout.segments]
+    pieces = zip(*(whole.split(lengths, dim=2) for whole in (query, key, value)), strict=True)
+    prompts: dict[int, tuple[Tensor, Tensor]] = {}
     parts = []
-    for segment in layout.segments:
-        own = slice(segment.start, segment.stop)
-        keys, values = key[:, :, own], value[:, :, own]
+    for segment, (queries, keys, values) in zip(layout.segments, pieces, strict=True):
+        prompts[segment.start] = keys, values
         first = segment.prompt_start
         if terms.window is not None:  # the prompt's tokens that no query of the segment reaches
             first = max(first, segment.prompt_stop - terms.window + 1)
         if segment.prompt_stop > first:
-            prompt = slice(first, segment.prompt_stop)
-            keys = torch.cat([key[:, :, prompt], keys], dim=2)
-            values = torch.cat([value[:, :, prompt], values], dim=2)
-        parts.append(_causal(query[:, :, own], keys, values, layout, terms, dropout=dropout))
+            reached = slice(first - segment.prompt_start, segment.prompt_stop - segment.prompt_start)
+            keys, values = (
+                torch.cat([prompt[:, :, reached], own], dim=2)
+                for prompt, own in zip(prompts[segment.prompt_start], (keys, values), strict=True)
+            )
+        parts.append(_causal(queries, keys, values, layout, terms, dropout=dropout))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
