@@ -182,7 +182,9 @@ def test_freeze_patterns_are_read_from_a_list_or_one_string():
 
 def test_capabilities_follow_the_settings():
     plain = EngineConfig(model="m", optimizer=OptimizerConfig())
-    always = TrainCapabilities(background_save=True, memory_report=True, several_ranks=True)
+    always = TrainCapabilities(
+        background_save=True, memory_report=True, measures_micro_batches=True, several_ranks=True
+    )
     assert DeepSpeedEngine.capabilities(plain) == always
     assert DeepSpeedEngine.capabilities(replace(plain, average_decay=0.9)).average
     assert DeepSpeedEngine.capabilities(replace(plain, lora=LoraConfig())).adapter_weights
