@@ -29,6 +29,10 @@ from rlhf_core import (
         {"temperature": math.inf},
         {"top_p": math.nan},
         {"max_tokens": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": math.nan},
     ],
     ids=str,
 )
@@ -46,9 +50,22 @@ def test_log_probs_say_what_they_mean():
     for truncation in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
         cut = SamplingConfig(max_tokens=1, **truncation).meaning
         assert cut.truncated
-        assert cut.restricted
+        assert not cut.plain
     held_back = SamplingConfig(max_tokens=4, min_tokens=2).meaning
-    assert (held_back.min_tokens, held_back.truncated, held_back.restricted) == (2, False, True)
+    assert (held_back.min_tokens, held_back.truncated, held_back.plain) == (2, False, False)
+    assert SamplingConfig(max_tokens=4, temperature=0.7).meaning.plain
+
+
+@pytest.mark.parametrize(
+    ("penalty", "counts_sampled"),
+    [({"repetition_penalty": 1.2}, False), ({"presence_penalty": 0.5}, True), ({"frequency_penalty": -0.5}, True)],
+    ids=str,
+)
+def test_log_probs_under_penalties_say_so(penalty, counts_sampled):
+    sampling = SamplingConfig(max_tokens=4, **penalty)
+    assert sampling.counts_sampled is counts_sampled
+    assert sampling.meaning == LogProbMeaning(**penalty)
+    assert (sampling.meaning.penalised, sampling.meaning.truncated, sampling.meaning.plain) == (True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +105,9 @@ def test_an_impossible_rollout_is_refused(fields, complaint):
         RolloutConfig(model="m", **fields)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": math.nan}, {"top_p": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"repetition_penalty": 0}], ids=str
+)
 def test_a_log_prob_needs_a_distribution_that_exists(fields):
     with pytest.raises(ConfigError, match=f"^log-probs: {next(iter(fields))} must be"):
         LogProbMeaning(**fields)

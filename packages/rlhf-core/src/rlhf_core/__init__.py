@@ -56,6 +56,7 @@ from rlhf_core.errors import (
     RewardError,
     RLHFError,
     RunStopped,
+    SandboxError,
     StaleWeightsError,
     TrainingDivergedError,
     UserError,
@@ -76,7 +77,14 @@ from rlhf_core.interfaces.loss import (
     merge_metrics,
     row_parts,
 )
-from rlhf_core.interfaces.rewards import DroppedSample, RewardFunction, Score, check_scores, keep_scored
+from rlhf_core.interfaces.rewards import (
+    DroppedSample,
+    PlacesRewards,
+    RewardFunction,
+    Score,
+    check_scores,
+    keep_scored,
+)
 from rlhf_core.interfaces.rollout import (
     PARTIAL_SYNCS,
     BackendCapabilities,
@@ -87,6 +95,7 @@ from rlhf_core.interfaces.rollout import (
     ScoresTokens,
     check_rows_to_score,
 )
+from rlhf_core.interfaces.sandbox import Program, ProgramLimit, ProgramLimits, ProgramOutcome, Sandbox
 from rlhf_core.interfaces.training import (
     FittedTokens,
     KeepsAverage,
@@ -101,10 +110,13 @@ from rlhf_core.interfaces.training import (
     TokenPass,
     TrainCapabilities,
     TrainEngine,
+    fitted_as_values,
+    fitted_from_values,
 )
 from rlhf_core.model.attention.packed import is_packing
 from rlhf_core.model.forward import model_outputs, top_k_log_probs
 from rlhf_core.model.heads import Heads, OwnHead, backbone
+from rlhf_core.model.kv_cache import cache_bytes_per_token
 from rlhf_core.model.linear_head import LinearHead
 from rlhf_core.model.loading import check_model_path, load_role, model_loading, zero_linear_head
 from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
@@ -126,7 +138,8 @@ from rlhf_core.stopping import STOP_SIGNALS, StopRequest
 from rlhf_core.training.accumulation import Accumulated, OneRank, Ranks, accumulate, score_in_micro_batches
 from rlhf_core.training.dealing import deal, deal_units, order_in_groups
 from rlhf_core.training.fitted_budget import FittedBudget
-from rlhf_core.training.fitting import trial_rows
+from rlhf_core.training.fitting import MOST_TOKENS, trial_rows
+from rlhf_core.training.imagined import ImaginedModel, ImaginedPass, Moment, ParameterSize
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.memory_meter import MemoryMeter, optimizer_memory_to_come
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch, units_together
@@ -134,7 +147,14 @@ from rlhf_core.training.random_state import RandomState
 from rlhf_core.weight_sync.adapters import AdapterWeights
 from rlhf_core.weight_sync.checkpoint_layout import checkpoint_views
 from rlhf_core.weight_sync.delta import DeltaMode, DeltaSource
-from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, AdapterScale, Bucket, TensorSpec, WeightManifest
+from rlhf_core.weight_sync.manifest import (
+    DEFAULT_BUCKET_BYTES,
+    AdapterScale,
+    Bucket,
+    TensorSpec,
+    WeightManifest,
+    buffer_bytes,
+)
 from rlhf_core.weight_sync.probe import (
     PRECISIONS,
     Precision,
@@ -147,8 +167,9 @@ from rlhf_core.weight_sync.probe import (
     tokens_for_experts,
 )
 from rlhf_core.weight_sync.receive import receive_weights
-from rlhf_core.weight_sync.send import send_weights
+from rlhf_core.weight_sync.send import SendReport, send_weights, write_part
 from rlhf_core.weight_sync.source import (
+    GatheringSource,
     LoadWeights,
     ModuleWeights,
     PackingSource,
@@ -169,6 +190,7 @@ from rlhf_core.weight_sync.transports.transport import (
     check_transport,
     join_link,
     open_sender,
+    receiver_bytes,
     release_sender,
     shared_link,
 )
@@ -179,6 +201,7 @@ __all__ = [
     "ADAPTER_FOLDER",
     "DEFAULT_BUCKET_BYTES",
     "MODEL_HEADS",
+    "MOST_TOKENS",
     "PARTIAL_SYNCS",
     "PRECISIONS",
     "ROLLOUT_BACKENDS",
@@ -213,9 +236,12 @@ __all__ = [
     "FlagsLike",
     "FloatsLike",
     "FourBit",
+    "GatheringSource",
     "GenerationRequest",
     "GenerationResult",
     "Heads",
+    "ImaginedModel",
+    "ImaginedPass",
     "IntsLike",
     "KeepsAverage",
     "Largest",
@@ -235,6 +261,7 @@ __all__ = [
     "Metric",
     "ModelOutputs",
     "ModuleWeights",
+    "Moment",
     "NeedsEnvVars",
     "Observation",
     "OneRank",
@@ -246,13 +273,19 @@ __all__ = [
     "PackedFloats",
     "PackedInts",
     "PackingSource",
+    "ParameterSize",
     "PartialSync",
     "PauseMode",
     "PendingSave",
+    "PlacesRewards",
     "PluginError",
     "Precision",
     "ProbeGap",
     "ProbeLimit",
+    "Program",
+    "ProgramLimit",
+    "ProgramLimits",
+    "ProgramOutcome",
     "RLHFError",
     "RaggedBatch",
     "RaggedColumn",
@@ -271,12 +304,15 @@ __all__ = [
     "RunStopped",
     "Sample",
     "SamplingConfig",
+    "Sandbox",
+    "SandboxError",
     "SavesInBackground",
     "Schedule",
     "Score",
     "ScoresTokens",
     "ScoresWithoutAdapters",
     "Segment",
+    "SendReport",
     "Sender",
     "Sending",
     "SendsAdapters",
@@ -306,6 +342,8 @@ __all__ = [
     "adapters_off",
     "add_adapters",
     "backbone",
+    "buffer_bytes",
+    "cache_bytes_per_token",
     "check_base",
     "check_choice",
     "check_coverage",
@@ -333,6 +371,8 @@ __all__ = [
     "env_vars_of",
     "find_adapter",
     "find_damage",
+    "fitted_as_values",
+    "fitted_from_values",
     "is_packing",
     "is_quantized",
     "join_link",
@@ -365,6 +405,7 @@ __all__ = [
     "probe_tokens",
     "quantized_loading",
     "receive_weights",
+    "receiver_bytes",
     "release_sender",
     "restore_linear_layers",
     "row_parts",
@@ -379,5 +420,6 @@ __all__ = [
     "try_model",
     "units_together",
     "write_adapter",
+    "write_part",
     "zero_linear_head",
 ]

@@ -13,6 +13,7 @@ RLHFError
 │   └── StaleWeightsError        a generator was asked for samples while its weights cannot be trusted
 ├── EngineDiedError              a generator or a training rank is gone
 ├── RewardError                  a reward function raised, hung or returned something unusable
+├── SandboxError                 a sandbox could not run a program, for no fault of the program
 ├── RunStopped                   a run was asked to end, and did so in good order
 └── TrainingDivergedError        too many non-finite steps in a row
 """
@@ -75,6 +76,10 @@ class RewardError(RLHFError):
         super().__init__(message)
         self.sample_ids = sample_ids
         """The samples at fault where they are known, else empty."""
+
+
+class SandboxError(RLHFError):
+    """A sandbox failed: the program in it is not at fault, and may be run again."""
 
 
 class RunStopped(RLHFError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rlhf_core import PackedDoubles, PackedFlags, PackedFloats, PackedInts, Run
+from rlhf_core import PackedDoubles, PackedFlags, PackedFloats, PackedInts, Run, Sample
 from rlhf_core.data import packed
 
 KINDS = {
@@ -202,3 +202,16 @@ def test_a_long_one_is_shown_in_part():
 def test_torch_reads_it_as_a_list():
     assert torch.tensor(PackedInts([1, 2])).dtype == torch.long
     assert torch.equal(torch.tensor(PackedFloats([0.5])), torch.tensor([0.5]))
+
+
+def test_a_sample_comes_back_as_it_was():
+    sample = Sample(
+        token_ids=(7, 8, 2), log_probs=(-0.5, -0.25, 0.0), weight_versions=(3, 3, 4), finish_reason="stop"
+    )
+    for protocol in (2, 5):
+        assert pickle.loads(pickle.dumps(sample, protocol=protocol)) == sample
+    assert sample.owned() == sample
+
+
+def test_runs_are_joined_with_arrays():
+    assert PackedInts.joined((Run(-1, 2), PackedInts([5, 6]), [7], Run(3, 1))) == (-1, -1, 5, 6, 7, 3)

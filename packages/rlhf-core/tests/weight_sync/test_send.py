@@ -85,3 +85,30 @@ def test_a_failed_sender_packs_what_is_left_in_vain(at):
     with pytest.raises(WeightSyncError, match="a receiver is gone"):
         send_weights(source, source.manifest(1), sender)
     assert source.gathered == ["w0", "w1", "w2", "w3"]
+
+
+class CountingSource(Source):
+    """Counts what it gathers, and drops what it kept when a sync ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = 0
+
+    def end_sync(self):
+        self.ended += 1
+        return 64 * 4 * len(self.gathered)
+
+
+@pytest.mark.parametrize("sender", [None, LosesItsReceiver(at=0)])
+def test_a_report_tells_what_was_gathered(sender):
+    source = CountingSource()
+    report = send_weights(source, source.manifest(1), sender)
+    assert (report.bytes, report.gathered_bytes, report.gathered_per_sent) == (1024, 1024, 1.0)
+    assert source.ended == 1
+
+
+def test_a_failed_sync_ends_for_its_source_too():
+    source = CountingSource()
+    with pytest.raises(WeightSyncError):
+        send_weights(source, source.manifest(1), LosesItsReceiver(at=2))
+    assert source.ended == 1

@@ -12,6 +12,7 @@ from rlhf_core import (
     TensorSpec,
     WeightManifest,
     WeightSyncError,
+    buffer_bytes,
     check_coverage,
     copy_into,
     join_link,
@@ -84,13 +85,27 @@ def transfer(source, manifest, *, receivers=1):
 def test_buckets_hold_every_tensor_once_in_order_and_aligned(tensors, bucket_bytes):
     manifest = WeightManifest(version=0, tensors=tensors, bucket_bytes=bucket_bytes)
     buckets = manifest.buckets()
-    assert tuple(spec for bucket in buckets for spec in bucket.tensors) == tensors
-    for bucket in buckets:
+    assert tuple(spec for bucket in buckets if bucket.is_last_part for spec in bucket.tensors) == tensors
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    assert all(bucket.nbytes <= buffer_bytes(bucket_bytes) for bucket in buckets)
+    assert sum(bucket.part is not None for bucket in buckets) != 1
+    for bucket in (bucket for bucket in buckets if bucket.part is None):
         ends = [offset + spec.nbytes for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True)]
         assert all(offset % 64 == 0 for offset in bucket.offsets)
         assert all(end <= start for end, start in zip(ends, bucket.offsets[1:], strict=False))
         assert ends[-1] <= bucket.nbytes
         assert len(bucket.tensors) == 1 or ends[-1] <= bucket_bytes
+
+
+def test_a_tensor_larger_than_a_bucket_is_cut_into_whole_values():
+    specs = tuple(TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in (("a", 3), ("b", 60), ("c", 2)))
+    buckets = WeightManifest(version=0, tensors=specs, bucket_bytes=100, checksums=True).buckets()
+    assert [(b.tensors[0].name, b.part, b.is_last_part) for b in buckets] == [
+        ("a", None, True), ("b", (0, 64), False), ("b", (64, 128), False), ("b", (128, 192), False),
+        ("b", (192, 240), True), ("c", None, True),
+    ]  # fmt: skip
+    assert [b.payload_bytes for b in buckets] == [64, 64, 64, 64, 48, 64]
+    assert list(buckets[1].views(torch.zeros(96, dtype=torch.uint8))) == []
 
 
 @given(specs, st.integers(1, 400))
@@ -123,6 +138,7 @@ def test_weights_arrive_as_they_were_sent(bucket_bytes, receivers):
     torch.manual_seed(0)
     tensors = {f"w{i}": torch.randn(shape) for i, shape in enumerate([(3,), (2, 5), (), (0, 4), (7, 1), (11,)])}
     tensors["half"] = torch.randn(3).bfloat16()
+    tensors["large"], tensors["turned"] = torch.randn(5, 31), torch.randn(31, 7).T
     source = Tensors(tensors)
     for arrived in transfer(source, source.manifest(1, bucket_bytes=bucket_bytes), receivers=receivers):
         assert set(arrived) == set(tensors)
@@ -135,6 +151,43 @@ def test_the_manifests_dtype_is_what_travels():
     (arrived,) = transfer(source, manifest)
     assert arrived["a"].dtype == torch.bfloat16
     assert arrived["a"].tolist() == [1.0, 2.5]
+
+
+def test_a_large_tensor_is_cast_part_by_part():
+    source = Tensors({"a": torch.randn(50, dtype=torch.float64)})
+    spec = TensorSpec(name="a", shape=(50,), dtype="bfloat16")
+    manifest = WeightManifest(version=1, tensors=(spec,), bucket_bytes=64)
+    assert len(manifest.buckets()) == 2
+    (arrived,) = transfer(source, manifest)
+    assert torch.equal(arrived["a"], source.tensors["a"].bfloat16())
+
+
+@pytest.mark.parametrize(("fits", "loaded"), [(True, ["small"]), (False, ["small", "large"])])
+def test_a_large_tensor_is_written_to_its_place_if_it_has_one_that_fits(fits, loaded):
+    sent = {"small": torch.randn(4), "large": torch.randn(9, 31)}
+    place = torch.zeros(9, 31) if fits else torch.zeros(31, 9)
+    manifest = Tensors(sent).manifest(1, bucket_bytes=128)
+    sender = open_sender("local", receivers=1, timeout_s=20)
+    found = {}
+
+    def receive():
+        load = found.update
+        receive_weights(
+            manifest,
+            join_link(sender.link, 0),
+            lambda pairs: load({name: tensor.clone() for name, tensor in pairs}),
+            place={"large": place}.get,
+        )
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    report = send_weights(Tensors(sent), manifest, sender)
+    thread.join(20)
+    sender.close()
+    assert list(found) == loaded
+    assert torch.equal(place if fits else found["large"], sent["large"])
+    assert (report.bytes, report.gathered_bytes, report.gathered_per_sent) == (4 * (4 + 9 * 31), 0, 0.0)
+    assert report.seconds > 0
 
 
 class Wrong(Tensors):
@@ -207,3 +260,15 @@ def test_coverage_counts_tied_parameters_as_one():
     without = WeightManifest(version=1, tensors=tuple(t for t in manifest.tensors if t.name != "inner.bias"))
     with pytest.raises(WeightSyncError, match=r"1 weights.*inner\.bias"):
         check_coverage(without, model)
+
+
+def test_a_source_that_breaks_its_manifest_in_parts_is_named():
+    for pairs, message in (
+        ([("b", torch.zeros(40))], "a part of weight 'a' was to be gathered, and b came"),
+        ([("a", torch.zeros(41))], r"'a' has shape \(41,\), its manifest says \(40,\)"),
+    ):
+        manifest = Tensors({"a": torch.zeros(40)}).manifest(1, bucket_bytes=64)
+        sender = open_sender("local", receivers=1, timeout_s=5)
+        with pytest.raises(WeightSyncError, match=message):
+            send_weights(Wrong(*pairs), manifest, sender)
+        sender.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core.data.packed import FloatsLike, IntsLike, PackedFloats, PackedInts
@@ -97,12 +97,24 @@ class Sample:
 
     def owned(self) -> Sample:
         """The same sample in memory of this process alone."""
-        return replace(
-            self,
+        return Sample(
             token_ids=self.token_ids.owned(),
             log_probs=self.log_probs.owned(),
             weight_versions=self.weight_versions.owned(),
+            finish_reason=self.finish_reason,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # dataclasses would look up the names of the fields for each of a million samples.
+        return _sample, (self.token_ids, self.log_probs, self.weight_versions, self.finish_reason)
+
+
+def _sample(
+    token_ids: PackedInts, log_probs: PackedFloats, weight_versions: PackedInts, finish_reason: FinishReason
+) -> Sample:
+    return Sample(
+        token_ids=token_ids, log_probs=log_probs, weight_versions=weight_versions, finish_reason=finish_reason
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,9 +74,15 @@ class Packed(Sequence[T]):
         return cls._of_parts([Run(cls.kind.type(value).item(), max(0, length))])
 
     @classmethod
-    def joined(cls, parts: Sequence[Sequence[Any] | NDArray[Any] | Packed[Any]]) -> Self:
+    def joined(cls, parts: Sequence[Sequence[Any] | NDArray[Any] | Packed[Any] | Run]) -> Self:
         """All parts one after the other; long ones are shared, short ones are copied."""
-        return cls._of_parts([inner for part in parts for inner in cls.of(part)._parts])
+        found: list[Part] = []
+        for part in parts:
+            if type(part) is Run:
+                found.append(part)
+            else:
+                found += cls.of(part)._parts
+        return cls._of_parts(found)
 
     @classmethod
     def _of_parts(cls, parts: Iterable[Part]) -> Self:
@@ -89,9 +95,7 @@ class Packed(Sequence[T]):
                 length += count
         alone = len(kept) == 1 and type(kept[0]) is not Run
         if not alone and (length < _WORTH_A_PART * len(kept) or not kept):
-            whole = _whole(kept, length, cls.kind)
-            whole.flags.writeable = False
-            kept = [whole]
+            kept = [_locked(whole_of(kept, cls.kind))]
         new = object.__new__(cls)
         new._length, new._parts = length, tuple(kept)
         return new
@@ -106,9 +110,7 @@ class Packed(Sequence[T]):
         first = self._parts[0]
         if len(self._parts) == 1 and not isinstance(first, Run):
             return first
-        whole = _whole(self._parts, self._length, self.kind)
-        whole.flags.writeable = False
-        return whole
+        return _locked(whole_of(self._parts, self.kind))
 
     def compressed(self) -> Self:
         """The same numbers with runs in place of arrays, where numbers repeat so often that they take less room."""
@@ -123,7 +125,7 @@ class Packed(Sequence[T]):
         """The same numbers in memory of this process alone: a copy of what another process wrote."""
         if not any(_is_foreign(part) for part in self._parts):
             return self
-        return self._of_parts([_copied(part) if _is_foreign(part) else part for part in self._parts])
+        return self._of_parts([_locked(np.array(part)) if _is_foreign(part) else part for part in self._parts])
 
     @classmethod
     def _converted(cls, values: Any) -> NDArray[Any]:
@@ -276,8 +278,7 @@ def _is_foreign(part: Part) -> bool:
     return not isinstance(part, Run)
 
 
-def _copied(part: Any) -> NDArray[Any]:
-    array = np.array(part)
+def _locked(array: NDArray[Any]) -> NDArray[Any]:
     array.flags.writeable = False
     return array
 
@@ -305,31 +306,28 @@ def fill(target: NDArray[Any], parts: Iterable[Part]) -> None:
         begin = end
 
 
-def _whole(parts: Sequence[Part], length: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    whole = np.empty(length, dtype=kind)
+def whole_of(parts: Sequence[Part], kind: np.dtype[Any], tail: tuple[int, ...] = ()) -> NDArray[Any]:
+    """All parts one after the other: a new array [numbers, *tail]."""
+    whole = np.empty((sum(map(length_of, parts)), *tail), dtype=kind)
     fill(whole, parts)
     return whole
 
 
+def memory_of(array: NDArray[Any], protocol: Any) -> Any:
+    """An array as it goes into a pickle: its memory, out of band from protocol 5 on."""
+    whole: Any = np.ascontiguousarray(array)
+    return pickle.PickleBuffer(whole) if protocol >= 5 else whole.tobytes()
+
+
 def _sent(part: Part, protocol: Any) -> Any:
     """A part as it goes into a pickle: as two numbers, or as memory."""
-    if isinstance(part, Run):
-        return tuple(part)
-    whole: Any = np.ascontiguousarray(part)
-    return pickle.PickleBuffer(whole) if protocol >= 5 else whole.tobytes()
+    return tuple(part) if isinstance(part, Run) else memory_of(part, protocol)
 
 
 def _unpickled(cls: type[Packed[Any]], sent: Sequence[Any]) -> Packed[Any]:
     """Numbers in memory that the pickle brought, or that another process wrote."""
-    parts = [Run(*part) if isinstance(part, tuple) else _read(part, cls.kind) for part in sent]
+    parts = [Run(*part) if isinstance(part, tuple) else _locked(np.frombuffer(part, cls.kind)) for part in sent]
     return cls._of_parts(parts)  # pyright: ignore[reportPrivateUsage]
-
-
-def _read(memory: Any, kind: np.dtype[Any]) -> NDArray[Any]:
-    array = np.frombuffer(memory, dtype=kind)
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return array
 
 
 class PackedInts(Packed[int]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.data.batch import Batch
-from rlhf_core.data.packed import Packed, Part, Run, fill, length_of, runs_of
+from rlhf_core.data.packed import Packed, Part, Run, fill, length_of, memory_of, runs_of, whole_of
 from rlhf_core.data.pickled import reduced
 from rlhf_core.data.trajectory import Trajectory
 
@@ -69,7 +68,7 @@ class RaggedColumn:
 
     def joined(self) -> NDArray[Any]:
         """[tokens, *tail] of all rows, one after the other."""
-        return _row([part for row in self.rows for part in row], self.kind, self.tail)
+        return whole_of([part for row in self.rows for part in row], self.kind, self.tail)
 
     def select(self, rows: Iterable[int]) -> RaggedColumn:
         """Some of the rows, in this order."""
@@ -88,8 +87,8 @@ class RaggedColumn:
         for parts, counted in zip(self.rows, mask.rows, strict=True):
             if all(np.isfinite(part.value if isinstance(part, Run) else part).all() for part in parts):
                 continue
-            bad = ~np.isfinite(_row(parts, self.kind, self.tail))
-            found += bool((bad.reshape(len(bad), -1).any(axis=1) & _row(counted, mask.kind, ())).any())
+            bad = ~np.isfinite(whole_of(parts, self.kind, self.tail))
+            found += bool((bad.reshape(len(bad), -1).any(axis=1) & whole_of(counted, mask.kind)).any())
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -105,21 +104,10 @@ class RaggedColumn:
                 place = places.get(id(part))
                 if place is None:
                     place = places[id(part)] = len(arrays)
-                    arrays.append(_memory(part, protocol))
+                    arrays.append(memory_of(part, protocol))
                 row += (None, place)
             written.append(tuple(row))
         return _read, (self.kind.str, self.tail, arrays, written)
-
-
-def _row(parts: Sequence[Part], kind: np.dtype[Any], tail: tuple[int, ...]) -> NDArray[Any]:
-    whole = np.empty((sum(map(length_of, parts)), *tail), dtype=kind)
-    fill(whole, parts)
-    return whole
-
-
-def _memory(array: NDArray[Any], protocol: Any) -> Any:
-    whole: Any = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    return pickle.PickleBuffer(whole) if protocol >= 5 else whole.tobytes()
 
 
 def _read(

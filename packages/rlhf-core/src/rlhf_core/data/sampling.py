@@ -12,8 +12,8 @@ from rlhf_core.errors import ConfigError
 class SamplingConfig:
     """How the tokens of a generation request are drawn.
 
-    >>> SamplingConfig(max_tokens=16, temperature=0.7).meaning
-    LogProbMeaning(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0)
+    >>> SamplingConfig(max_tokens=16, temperature=0.7).meaning == LogProbMeaning(temperature=0.7)
+    True
 
     Raises:
         ConfigError: a value is not finite, or out of its range.
@@ -31,10 +31,18 @@ class SamplingConfig:
     """Number of candidates kept; 0 switches it off."""
     min_p: float = 0.0
     """Candidates below this share of the most likely token's probability are dropped; 0 switches it off."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or the sample already has are divided by it where positive, multiplied where
+    negative (Keskar et al. 2019); 1 switches it off. Penalties need a backend with the `penalties` capability."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the sample already has; 0 switches it off. The prompt does not count."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that the sample already has it; 0 switches it off."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a sample; the stop token stays in the sample with its log-prob."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample; needs a backend with the `stop_strings` capability."""
+    """Strings that end a sample, with the token that completes one; needs a backend with the `stop_strings`
+    capability. They are looked for in the text of the sampled tokens, behind the first `min_tokens`."""
 
     def __post_init__(self) -> None:
         check_whole("sampling: max_tokens", self.max_tokens, at_least=1)
@@ -47,6 +55,11 @@ class SamplingConfig:
         check_number("sampling: top_p", self.top_p, above=0, at_most=1)
         check_whole("sampling: top_k", self.top_k, at_least=0)
         check_number("sampling: min_p", self.min_p, at_least=0, below=1)
+        check_number("sampling: repetition_penalty", self.repetition_penalty, above=0)
+        check_number("sampling: presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
+        check_number("sampling: frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
+        if "" in self.stop:
+            raise ConfigError("sampling: stop has an empty string, which every text contains; leave it out")
 
     @property
     def meaning(self) -> LogProbMeaning:
@@ -58,15 +71,24 @@ class SamplingConfig:
             top_k=self.top_k,
             min_p=self.min_p,
             min_tokens=self.min_tokens,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
         )
+
+    @property
+    def counts_sampled(self) -> bool:
+        """True if penalties tell sampled tokens from the prompt's: no further request can continue a sample."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbMeaning:
     """The distribution a log-prob belongs to: softmax(logits / temperature), then truncated and renormalised.
 
-    The cuts come in the order min_p, top_k, top_p, each of what the one before has left. `min_tokens` cuts too:
-    stop tokens are out for the first tokens of a sample, whose log-probs are larger by -log(1 - p(stop)) for it.
+    Penalties change the logits first, in the order repetition, frequency, presence. The cuts come in the order
+    min_p, top_k, top_p, each of what the one before has left. `min_tokens` cuts too: stop tokens are out for the
+    first tokens of a sample, whose log-probs are larger by -log(1 - p(stop)) for it.
 
     Two log-probs of one token may be compared or subtracted only if their meanings are equal: a ratio between
     a truncated sampler and an untruncated trainer is biased even when the weights are the same.
@@ -79,6 +101,10 @@ class LogProbMeaning:
     min_p: float = 0.0
     min_tokens: int = 0
     """Tokens at the start of each sampled turn that were drawn with end-of-text and stop tokens forbidden."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """The penalties count each sampled turn anew; see SamplingConfig."""
 
     def __post_init__(self) -> None:
         check_number("log-probs: temperature", self.temperature, above=0)
@@ -86,6 +112,9 @@ class LogProbMeaning:
         check_whole("log-probs: top_k", self.top_k, at_least=0)
         check_number("log-probs: min_p", self.min_p, at_least=0, below=1)
         check_whole("log-probs: min_tokens", self.min_tokens, at_least=0)
+        check_number("log-probs: repetition_penalty", self.repetition_penalty, above=0)
+        check_number("log-probs: presence_penalty", self.presence_penalty)
+        check_number("log-probs: frequency_penalty", self.frequency_penalty)
 
     @property
     def truncated(self) -> bool:
@@ -93,6 +122,11 @@ class LogProbMeaning:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
-    def restricted(self) -> bool:
-        """True if some tokens had probability zero, unknown to a trainer: truncated, or with min_tokens."""
-        return self.truncated or self.min_tokens > 0
+    def penalised(self) -> bool:
+        """True if the logits of tokens that were there before were changed."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """True if it is softmax(logits / temperature), the distribution that trainers compute and train."""
+        return not (self.truncated or self.penalised or self.min_tokens)

@@ -20,6 +20,8 @@ from rlhf_core.data.packed import (
 )
 from rlhf_core.data.sampling import LogProbMeaning
 
+_NONE = PackedDoubles()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
@@ -52,9 +54,12 @@ class Trajectory:
     """True if the episode was cut off by a limit and did not end by itself."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's other columns (for instance `answer`), for reward functions."""
-    rewards: PackedDoubles = field(default_factory=PackedDoubles)
+    rewards: PackedDoubles = _NONE
     """[length] What an environment gave for each turn, at the turn's last sampled token, 0 elsewhere; empty if no
     environment gave any. A score of the episode includes them: they say where in it parts of the score fell."""
+    episode_id: str = ""
+    """Trajectories of one episode, the branches of its conversations, share it and have one score; the sample's own
+    id if it is not given."""
     images: tuple[Any, ...] = ()
     """Images of the prompt and of environment messages, in the order of their placeholders in `token_ids`."""
 
@@ -73,13 +78,18 @@ class Trajectory:
             truncated: bool = False,
             metadata: Mapping[str, Any] = ...,
             rewards: FloatsLike = (),
+            episode_id: str = "",
             images: Sequence[Any] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        if not self.episode_id:
+            object.__setattr__(self, "episode_id", self.sample_id)
         for name, kind in _COLUMNS.items():
-            packed = kind.of(getattr(self, name))
-            object.__setattr__(self, name, packed.compressed() if name in _REPEATING else packed)
+            given = getattr(self, name)
+            packed = kind.of(given).compressed() if name in _REPEATING else kind.of(given)
+            if packed is not given:
+                object.__setattr__(self, name, packed)
         length, rewarded = len(self.token_ids), len(self.rewards)
         if not (
             length == len(self.response_mask) == len(self.rollout_log_probs) == len(self.weight_versions)

@@ -62,6 +62,18 @@ class RewardFunction(Protocol):
         ...
 
 
+@runtime_checkable
+class PlacesRewards(Protocol):
+    """A reward that pays for what was earned at certain tokens, of any trajectory of an episode.
+
+    `score` is asked about the last trajectory of an episode alone; this, about the others.
+    """
+
+    def placed(self, trajectory: Trajectory) -> Sequence[float]:
+        """[length] What the reward pays at each token, or nothing."""
+        ...
+
+
 def check_scores(
     scores: Sequence[Score | DroppedSample], trajectories: Sequence[Trajectory], *, source: str
 ) -> None:

@@ -45,6 +45,9 @@ class RolloutConfig:
     shares_devices: bool = False
     """Training engines take turns with the backend on its devices: it must be able to `sleep`, and hold the same
     weights when it wakes."""
+    weight_buffer_bytes: int = 0
+    """Bytes of each accelerator that its end of a weight link takes beside the engine (`receiver_bytes`): a backend
+    that takes a share of the memory leaves them free."""
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class RolloutConfig:
         check_choice("rollout: dtype", self.dtype, get_args(DType))
         for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=1)
-        for name in ("adapter_rank", "seed"):
+        for name in ("adapter_rank", "seed", "weight_buffer_bytes"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=0)
         for name in ("shares_devices", "trust_remote_code"):
             check_switch(f"rollout: {name}", getattr(self, name))
@@ -72,6 +75,8 @@ class BackendCapabilities:
     stop_strings: bool = False
     truncated_sampling: bool = True
     """top_p, top_k and min_p."""
+    penalties: bool = False
+    """repetition_penalty, presence_penalty and frequency_penalty."""
     images: bool = False
     """Requests may carry images."""
     partial_sync: PartialSync = "none"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlhf_core.data.batch import Batch
 from rlhf_core.interfaces.engine_config import EngineConfig
@@ -91,6 +91,16 @@ class FittedTokens:
             f"micro-batches of {self.tokens:,} tokens: {self.fixed / 2**20:,.0f} MiB fixed + "
             f"{self.per_token / 2**10:,.1f} KiB a token, {self.free / 2**20:,.0f} MiB free on the smallest rank"
         )
+
+
+def fitted_as_values(found: Mapping[TokenPass, FittedTokens]) -> dict[str, dict[str, Any]]:
+    """What trials have found, as plain values for a checkpoint."""
+    return {kind: asdict(fitted) for kind, fitted in found.items()}
+
+
+def fitted_from_values(values: Mapping[Any, Mapping[str, Any]]) -> dict[TokenPass, FittedTokens]:
+    """Inverse of `fitted_as_values`."""
+    return {kind: FittedTokens(**fitted) for kind, fitted in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -194,11 +194,26 @@ def token_ids(results: Results) -> list[PackedInts]:
     return [sample.token_ids for result in results for sample in result.samples]
 
 
-def truncated_log_probs(trainer: Trainer, request: GenerationRequest, sample: Sample) -> torch.Tensor:
-    """Log-probs under the truncated and renormalised distribution; -inf outside the candidate set. [tokens]"""
+def penalised_logits(trainer: Trainer, request: GenerationRequest, sample: Sample) -> torch.Tensor:
+    """Logits before each sampled token, after the request's penalties. [tokens, vocab]"""
+    sampling, prompt = request.sampling, list(request.prompt_token_ids)
+    logits = trainer.logits(request.prompt_token_ids + sample.token_ids)[len(prompt) - 1 : -1]
+    for position, row in enumerate(logits):
+        before = list(sample.token_ids[:position])
+        for token in {*prompt, *before}:
+            row[token] *= sampling.repetition_penalty ** (-1 if row[token] > 0 else 1)
+        for token in before:
+            row[token] -= sampling.frequency_penalty
+        for token in set(before):
+            row[token] -= sampling.presence_penalty
+    return logits
+
+
+def processed_log_probs(trainer: Trainer, request: GenerationRequest, sample: Sample) -> torch.Tensor:
+    """Log-probs of the distribution after penalties and truncation; -inf outside the candidate set. [tokens]"""
     sampling = request.sampling
-    logits = trainer.logits(request.prompt_token_ids + sample.token_ids)[len(request.prompt_token_ids) - 1 : -1]
-    probs = (logits / sampling.temperature).softmax(dim=-1)
+    logits = penalised_logits(trainer, request, sample)
+    probs = (logits / sampling.meaning.temperature).softmax(dim=-1)
     ordered, order = probs.sort(dim=-1, descending=True)
     ordered = ordered.where(ordered >= sampling.min_p * ordered[:, :1], 0.0)
     if sampling.top_k:

@@ -14,7 +14,14 @@ from rlhf_core.data.generation import GenerationResult
 from rlhf_core.data.sampling import SamplingConfig
 from rlhf_core.errors import CapabilityError
 from rlhf_core.interfaces.rollout import BackendCapabilities, RolloutBackend
-from rlhf_core.testing.rollout_ground import EOS, RolloutGround, generate_all, token_ids, truncated_log_probs
+from rlhf_core.testing.rollout_ground import (
+    EOS,
+    RolloutGround,
+    generate_all,
+    penalised_logits,
+    processed_log_probs,
+    token_ids,
+)
 from rlhf_core.testing.weight_sync import Trainer
 
 
@@ -140,9 +147,47 @@ class SamplingChecks(RolloutGround):
                 self.generate(backend, request)
             return
         for sample in self.generate(backend, request).samples:
-            expected = truncated_log_probs(trainer, request, sample)
+            expected = processed_log_probs(trainer, request, sample)
             assert torch.isfinite(expected).all(), "a token outside the candidate set was sampled"
             assert torch.tensor(sample.log_probs).sub(expected).abs().max() < self.tolerance
+
+    @pytest.mark.parametrize(
+        "penalties",
+        [
+            {"repetition_penalty": 1.8},
+            {"repetition_penalty": 0.6},
+            {"presence_penalty": 1.5, "frequency_penalty": -1.0},
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "min_p": 0.02, "top_k": 30, "top_p": 0.9},
+        ],
+        ids=str,
+    )
+    def test_penalties_change_the_distribution_or_are_refused(
+        self, backend: RolloutBackend, trainer: Trainer, penalties: dict[str, Any]
+    ) -> None:
+        request = self.request(n=2, sampling=SamplingConfig(max_tokens=24, temperature=0.8, **penalties))
+        if not backend.capabilities.penalties:
+            with pytest.raises(CapabilityError):
+                self.generate(backend, request)
+            return
+        result = self.generate(backend, request)
+        assert result.meaning == request.sampling.meaning
+        for sample in result.samples:
+            expected = processed_log_probs(trainer, request, sample)
+            assert torch.isfinite(expected).all(), "a token outside the candidate set was sampled"
+            assert torch.tensor(sample.log_probs).sub(expected).abs().max() < self.tolerance
+
+    def test_greedy_decoding_heeds_penalties(self, backend: RolloutBackend, trainer: Trainer) -> None:
+        if not backend.capabilities.penalties:
+            pytest.skip("the backend has no penalties")
+        sampling = SamplingConfig(max_tokens=12, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5)
+        request = self.request(sampling=sampling)
+        result = self.generate(backend, request)
+        (sample,) = result.samples
+        logits = penalised_logits(trainer, request, sample)
+        assert sample.token_ids == tuple(logits.argmax(dim=-1).tolist())
+        expected = logits.log_softmax(dim=-1).amax(dim=-1)
+        assert result.meaning == sampling.meaning
+        assert torch.tensor(sample.log_probs).sub(expected).abs().max() < self.tolerance
 
     # ------------------------------------------------------------ randomness
 

@@ -56,7 +56,7 @@ class MemoryMeter:
     def peak(self, run: Callable[[], None]) -> int:
         """Bytes by which `run` raises what is in use, at its highest."""
         if self.device.type != "cuda":
-            with _LivingTensors() as living:
+            with LivingTensors() as living:
                 run()
             return living.peak
         torch.cuda.synchronize(self.device)
@@ -85,7 +85,7 @@ def optimizer_memory_to_come(optimizer: Any, device: torch.device) -> int:
     )
 
 
-class _LivingTensors(TorchDispatchMode):
+class LivingTensors(TorchDispatchMode):
     """Adds up the memory of tensors that operations of this thread make, from their making to their end."""
 
     supports_higher_order_operators = True
@@ -93,6 +93,7 @@ class _LivingTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        """Bytes of living tensors, at their most."""
         self._now = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -120,6 +121,10 @@ class _LivingTensors(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self._now += size
         self.peak = max(self.peak, self._now)
+
+    def begin_again(self) -> None:
+        """Let the peak be that from now on."""
+        self.peak = self._now
 
 
 def _storages(values: Any) -> list[Any]:

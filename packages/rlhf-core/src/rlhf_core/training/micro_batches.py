@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_core.data.batch import RUN_TOGETHER, Batch
-from rlhf_core.data.packed import fill, length_of
+from rlhf_core.data.packed import length_of, whole_of
 from rlhf_core.data.ragged import RaggedBatch
 from rlhf_core.model.attention.packed import has_dropout, is_packing
 
@@ -178,8 +178,7 @@ def _ragged_prompts(batch: RaggedBatch) -> list[RowPrompt]:
         first = tokens[0] if tokens else None
         prompt = known.get(id(first))
         if prompt is None or prompt.length != length:
-            whole = np.empty(sum(map(length_of, tokens)), dtype=np.int64)
-            fill(whole, tokens)
+            whole = whole_of(tokens, np.dtype(np.int64))
             prompt = RowPrompt(tokens=whole[:length].tobytes(), length=length)
             if first is not None and length_of(first) == length:
                 known[id(first)] = prompt

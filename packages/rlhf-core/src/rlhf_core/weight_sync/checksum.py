@@ -86,6 +86,8 @@ def _signed(value: int) -> int:
 
 
 def _zero_gaps(bucket: Bucket, flat: Tensor) -> None:
+    if bucket.part is not None:
+        return  # the gap of a sparse tensor is part of what travels
     for spec, offset, after in zip(
         bucket.tensors, bucket.offsets, (*bucket.offsets[1:], bucket.payload_bytes), strict=True
     ):

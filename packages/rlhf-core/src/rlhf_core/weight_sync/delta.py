@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhf_core.errors import ConfigError
 from rlhf_core.weight_sync.checksum import checksum
 from rlhf_core.weight_sync.manifest import DEFAULT_BUCKET_BYTES, INDEX_BYTES, Bucket, TensorSpec, WeightManifest
-from rlhf_core.weight_sync.source import WeightSource
+from rlhf_core.weight_sync.source import GatheringSource, WeightSource
 
 DeltaMode = Literal["tensors", "values"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -90,7 +90,9 @@ class DeltaSource:
         for bucket in full.buckets():
             known = {spec.name: spec for spec in bucket.tensors}
             for name, tensor in self._source.gather(bucket):
-                if self._sends and (spec := self._compare(known[name], tensor)) is not None:
+                # Of a tensor that travels in parts, every part is gathered as a whole: compared once.
+                looks = self._sends and bucket.is_last_part
+                if looks and (spec := self._compare(known[name], tensor)) is not None:
                     specs[name] = spec
         if self._mode == "tensors":
             groups = {fused_group(name) for name in specs}
@@ -108,9 +110,13 @@ class DeltaSource:
             return
         known = {spec.name: spec for spec in bucket.tensors}
         for name, tensor in self._source.gather(bucket):
-            if self._sends:
+            if self._sends and bucket.is_last_part:
                 self._remember(known[name], tensor)
             yield name, tensor
+
+    def end_sync(self) -> int:
+        """See GatheringSource; what `changes` gathered counts too."""
+        return self._source.end_sync() if isinstance(self._source, GatheringSource) else 0
 
     def confirm(self, version: int) -> None:
         """Every receiver is at `version` now: the next changes start from it."""

@@ -1,9 +1,12 @@
 """What one weight sync moves, and how it is cut into flat buckets: plain data that both sides share.
 
 A manifest is a list of tensors in the order in which they travel. Sender and receivers cut it in the same way, so
-no sizes or offsets are ever exchanged. A manifest with a `base_version` is a partial one: it holds what changed
-since that version, and a receiver that is at another version must refuse it. A manifest with an `adapter` holds
-low-rank updates that belong on top of the receiver's weights of `base_version`, in place of any earlier ones.
+no sizes or offsets are ever exchanged. A tensor that is larger than a bucket travels in parts, so that the buffers
+of both sides are as large as a bucket, whatever the model (`buffer_bytes`).
+
+A manifest with a `base_version` is a partial one: it holds what changed since that version, and a receiver that is
+at another version must refuse it. A manifest with an `adapter` holds low-rank updates that belong on top of the
+receiver's weights of `base_version`, in place of any earlier ones.
 """
 
 from __future__ import annotations
@@ -25,6 +28,16 @@ INDEX_BYTES = 4
 CHECKSUM_BYTES = 32
 """Two sums, the version and the bucket's number, as int64."""
 _ALIGNMENT = 64  # bytes; keeps every view aligned for any dtype and for vector loads
+
+
+def buffer_bytes(bucket_bytes: int) -> int:
+    """The largest buffer that a bucket can need, in bytes, known before there is a manifest.
+
+    >>> buffer_bytes(64 << 20) - (64 << 20), buffer_bytes(1)
+    (32, 96)
+    """
+    check_whole("weight manifest: bucket_bytes", bucket_bytes, at_least=1)
+    return _aligned(bucket_bytes) + CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +63,11 @@ class TensorSpec:
         """Where the values of a sparse tensor start, behind its indices."""
         return _aligned((self.changed or 0) * INDEX_BYTES)
 
+    def indices_and_values(self, travelled: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices [changed] int32 and values [changed] of a sparse tensor, views of the bytes that travelled."""
+        indices = travelled[: (self.changed or 0) * INDEX_BYTES].view(torch.int32)
+        return indices, travelled[self.values_offset :].view(self.torch_dtype)
+
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's own object."""
@@ -61,7 +79,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Tensors that travel in one flat byte buffer, with the offset of each."""
+    """Tensors that travel in one flat byte buffer, with the offset of each; or a part of one large tensor."""
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
@@ -71,6 +89,13 @@ class Bucket:
     """Number of the bucket in its manifest."""
     checksum: bool = False
     """The last `CHECKSUM_BYTES` are a checksum of the others."""
+    part: tuple[int, int] | None = None
+    """None: whole tensors. First byte and end of what the bucket holds of its only tensor, as that travels."""
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether nothing of the bucket's tensors follows in a later one."""
+        return self.part is None or self.part[1] == self.tensors[0].nbytes
 
     @property
     def payload_bytes(self) -> int:
@@ -78,18 +103,16 @@ class Bucket:
         return self.nbytes - (CHECKSUM_BYTES if self.checksum else 0)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The dense tensors inside a byte buffer, without a copy."""
+        """The whole dense tensors inside a byte buffer, without a copy."""
         for spec, offset in zip(self.tensors, self.offsets, strict=True):
-            if spec.changed is None:
+            if spec.changed is None and self.part is None:
                 yield spec.name, flat[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
 
     def sparse_views(self, flat: Tensor) -> Iterator[tuple[TensorSpec, Tensor, Tensor]]:
         """Specification, indices [changed] int32 and values [changed] of the sparse tensors, without a copy."""
         for spec, offset in zip(self.tensors, self.offsets, strict=True):
-            if spec.changed is not None:
-                indices = flat[offset : offset + spec.changed * INDEX_BYTES].view(torch.int32)
-                values = flat[offset + spec.values_offset : offset + spec.nbytes].view(spec.torch_dtype)
-                yield spec, indices, values
+            if spec.changed is not None and self.part is None:
+                yield spec, *spec.indices_and_values(flat[offset : offset + spec.nbytes])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +141,7 @@ class WeightManifest:
     version: int
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """Upper bound on a bucket, except that a larger tensor has a bucket of its own."""
+    """Upper bound on a bucket, rounded up to 64 bytes; a larger tensor travels in parts."""
     base_version: int | None = None
     """None: all weights. A number: what changed since that version; the rest stays as it is."""
     checksums: bool = False
@@ -174,15 +197,31 @@ class WeightManifest:
         cut: list[Bucket] = []
         tensors: list[TensorSpec] = []
         end = 0
+        limit = max(self.bucket_bytes, _ALIGNMENT)
         for spec in self.tensors:
             if tensors and end + spec.nbytes > self.bucket_bytes:
                 cut.append(self._bucket(len(cut), tensors))
                 tensors, end = [], 0
+            if spec.nbytes > limit:
+                step = limit // _ALIGNMENT * _ALIGNMENT  # whole values of any dtype
+                for start in range(0, spec.nbytes, step):
+                    cut.append(self._part(len(cut), spec, start, min(start + step, spec.nbytes)))
+                continue
             tensors.append(spec)
             end += _aligned(spec.nbytes)
         if tensors:
             cut.append(self._bucket(len(cut), tensors))
         return cut
+
+    def _part(self, index: int, spec: TensorSpec, start: int, stop: int) -> Bucket:
+        return Bucket(
+            tensors=(spec,),
+            offsets=(0,),
+            nbytes=stop - start + (CHECKSUM_BYTES if self.checksums else 0),
+            index=index,
+            checksum=self.checksums,
+            part=(start, stop),
+        )
 
     def _bucket(self, index: int, tensors: list[TensorSpec]) -> Bucket:
         offsets, end = [], 0

@@ -33,7 +33,7 @@ class WeightSource(Protocol):
         ...
 
     def gather(self, bucket: Bucket) -> Iterable[tuple[str, Tensor]]:
-        """The bucket's tensors at full shape on the engine's device.
+        """The bucket's tensors at full shape on the engine's device; the whole tensor for each of its parts.
 
         They keep their values for as long as the caller holds them, through later calls too: the sender may
         send them from where they are. Sparse tensors (see TensorSpec) are bytes: the indices, then the values
@@ -52,7 +52,21 @@ class PackingSource(WeightSource, Protocol):
         ...
 
     def pack(self, bucket: Bucket, flat: Tensor | None) -> None:
-        """Write all tensors to their places in the buffer (`Bucket.views`); None on ranks that do not send."""
+        """Write all tensors to their places in the buffer (`Bucket.views`), or the bytes of `Bucket.part` to its
+        beginning; None on ranks that do not send."""
+        ...
+
+
+@runtime_checkable
+class GatheringSource(WeightSource, Protocol):
+    """A WeightSource that brings together what lies on several ranks, and counts it.
+
+    Buckets of one sync come in order. What is made of one parameter and goes in several buckets is gathered with
+    the first of them, and kept until the last.
+    """
+
+    def end_sync(self) -> int:
+        """Drop what is kept; returns the bytes of parameters gathered since the last call, again for each time."""
         ...
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from rlhf_core import (
     shared_link,
 )
 from rlhf_core.testing.transport import Beside, Source, TransportConformance
+from rlhf_core.weight_sync.transports.broadcast import _watchdog_only_cleans_up
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.stack
@@ -108,7 +110,37 @@ def test_between_processes_and_one_dies_amid_the_second_sync(kind, tmp_path):
         for process in processes:
             process.kill()
             process.communicate()
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("rlhf-")]
+
+
+def test_a_receiver_that_stands_still_and_is_ended_frees_the_sender_with_the_reason():
+    """The sender's deadline is minutes away, and it waits for no note that could be answered in its place."""
+    sender = open_sender("gloo", receivers=1, timeout_s=120)
+    process = start_receiver(sender.link, 0)
+    try:
+        sender.accept()
+        process.send_signal(signal.SIGSTOP)
+        source = Source([4_000_000] * 3, 1)  # more than sockets hold
+        sending = Beside(lambda: send_weights(source, source.manifest(bucket_bytes=16_000_000), sender))
+        time.sleep(0.5)
+        release_sender(sender.link)
+        time.sleep(1)  # the guard looks at notes four times a second
+        process.kill()
+        with pytest.raises(WeightSyncError, match="given up"):
+            sending.result(30)
+    finally:
+        sender.close()
+        process.kill()
+        process.communicate()
+
+
+def test_an_nccl_group_cannot_end_the_process_and_leaves_others_as_they_are(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with _watchdog_only_cleans_up():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
 
 
 # ------------------------------------------------------------ particular to a kind
@@ -119,8 +151,9 @@ def test_the_files_are_ordinary_safetensors(tmp_path):
     joining = Beside(lambda: join_link(sender.link, 0))
     sender.accept()
     receiver = joining.result()
-    source = Source([7, 33, 5000], 3)
-    manifest = source.manifest(checksums=True)
+    source = Source([7, 33, 900], 3)
+    manifest = source.manifest(checksums=True, bucket_bytes=3600)
+    assert [bucket.part for bucket in manifest.buckets()] == [None, None]
     taking = Beside(lambda: [load_file(file) for file in files(tmp_path, receiver, manifest)])
     send_weights(source, manifest, sender)
     found = {name: tensor for part in taking.result() for name, tensor in part.items()}

@@ -36,6 +36,20 @@ def enable_packing(model: Any, watch: MaskWatch, fault: Callable[[], str]) -> st
     return reason
 
 
+def assume_packing(model: Any) -> bool:
+    """Let the model run packed rows as far as its class says that it can, without a trial of its numbers.
+
+    For models without numbers; whether they do is what `enable_packing` finds out.
+    """
+    if _unfit(model) or _chosen_attention(model):
+        return False
+    before, name = model.config._attn_implementation, register("sdpa")
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(before)
+    return is_packing(model)
+
+
 def watch_attention(model: Any, run_padded: Callable[[], object]) -> MaskWatch:
     """What each layer's attention is told, and what is in its mask, while a few padded rows run.
 

@@ -1,8 +1,14 @@
-"""Broadcast by a process group: `gloo` between processes and hosts, `nccl` between GPUs."""
+"""Broadcast by a process group: `gloo` between processes and hosts, `nccl` between GPUs.
+
+A receiver may die at any time, and the sender's process, a training rank, must live on. Waits are on the host, with
+the link's deadline; the sender's broadcasts are ended by a guard (`guard`) when they stand still. With NCCL,
+torch's own watchdog would end the process for the sake of a broadcast that did not; here it may only clean up.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,8 +18,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from rlhf_core.errors import DeadlineExceeded, WeightSyncError
+from rlhf_core.errors import DeadlineExceeded, RLHFError, WeightSyncError
 from rlhf_core.weight_sync.manifest import Bucket
+from rlhf_core.weight_sync.transports.guard import TransferGuard, look_until
 from rlhf_core.weight_sync.transports.rendezvous import (
     LEFT,
     StoreBoard,
@@ -23,8 +30,16 @@ from rlhf_core.weight_sync.transports.rendezvous import (
     reach,
     reach_to_release,
     release_sender,
+    released,
 )
 from rlhf_core.weight_sync.transports.transport import Link, Sending, closed_on_error
+
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # abort the communicators after an error, do not end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # do not end the process because that abort takes long
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_WATCHDOG_SLACK = 100.0
 
 
 class GroupTransport:
@@ -57,14 +72,16 @@ def _process_group(link: Link, group_rank: int, board: StoreBoard, device: torch
     from torch.distributed import PrefixStore
 
     timeout = timedelta(seconds=link.timeout_s)
+    # The deadline over NCCL is ours: torch's watchdog is not to find a reason before it.
+    watched = timedelta(seconds=_WATCHDOG_SLACK * link.timeout_s)
     prefixed = PrefixStore("group", board.store)
     try:
         if link.kind == "nccl":
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            with torch.cuda.device(device):
+            options._timeout = watched
+            with torch.cuda.device(device), _watchdog_only_cleans_up():
                 return ProcessGroupNCCL(prefixed, group_rank, link.world_size, options)
         from torch.distributed import ProcessGroupGloo
 
@@ -74,6 +91,24 @@ def _process_group(link: Link, group_rank: int, board: StoreBoard, device: torch
             f"rank {group_rank} of {link.world_size} waited {link.timeout_s:g} s for the other ends of the "
             f"{link.kind} weight link at {link.address}: {error}"
         ) from error
+
+
+@contextlib.contextmanager
+def _watchdog_only_cleans_up() -> Iterator[None]:
+    """Make a group of NCCL's inside whose threads never end this process.
+
+    A group reads these variables when it is made; those of the training engine's own groups stay as they are.
+    """
+    before = {name: os.environ.get(name) for name in _WATCHDOG}
+    os.environ.update(_WATCHDOG)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Buffers:
@@ -101,6 +136,7 @@ class GroupSender:
         self._board: StoreBoard | None = board
         self._buffers = _Buffers(device)
         self._group: Any = None
+        self._guard: TransferGuard | None = None
         self._syncs = 0
         self._under_way: WeakSet[_Sending] = WeakSet()
 
@@ -110,6 +146,7 @@ class GroupSender:
             with closed_on_error(self):
                 accept(self._board, self.link)
                 self._group = _process_group(self.link, 0, self._board, self.device)
+                self._guard = _guard(self.link, self._group)
 
     def buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """See Sender."""
@@ -117,10 +154,12 @@ class GroupSender:
 
     def send(self, flat: Tensor, bucket: Bucket) -> Sending:
         """See Sender."""
-        if self._group is None:
+        if self._group is None or self._guard is None:
             raise WeightSyncError(f"the weight link at {self.link.address} is closed or not accepted yet")
+        self._guard.check()
         with _failing(self.link, "sending weights"):
-            sending = _Sending(self._group.broadcast(flat, 0), self.link)
+            sending = _Sending(self._group.broadcast(flat, 0), self.link, self._guard)
+        self._guard.watch(sending.work)
         self._under_way.add(sending)
         return sending
 
@@ -130,12 +169,13 @@ class GroupSender:
             raise WeightSyncError(f"the weight link at {self.link.address} is closed")
         self._syncs += 1
         await_receivers(self._board, self.link, f"sync-{self._syncs}")
-        _settle(self.link, self.device)
 
     def close(self) -> None:
         """See Sender."""
         for sending in self._under_way:
             sending.work = None
+        if self._guard is not None:
+            self._guard.close()
         self._group = _closed(self._group, self.link)
         self._board = None
 
@@ -145,14 +185,19 @@ class _Sending:
     work: Any
     """None after closing: an error's traceback holds this object, and with it the group and its connections."""
     link: Link
+    guard: TransferGuard
 
     def wait(self) -> None:
-        # With NCCL this only orders CUDA streams. The buffer is reused by copies on this very stream, so no host
-        # synchronisation is needed.
         if self.work is None:
             raise WeightSyncError(f"the weight link at {self.link.address} is closed")
-        with _failing(self.link, "sending weights"):
-            self.work.wait()
+        if self.link.kind == "nccl":
+            self.guard.wait(self.work)  # the wait of its own is one of streams
+        try:
+            with _failing(self.link, "sending weights"):
+                self.work.wait()
+        except RLHFError:
+            self.guard.check()  # if it was ended from there, for what
+            raise
 
 
 class GroupReceiver:
@@ -190,11 +235,21 @@ class GroupReceiver:
         with _failing(self._link, "receiving weights"):
             self._arriving = self._group.broadcast(flats[0], 0) if flats else None
         for index, flat in enumerate(flats):
+            self._await_arrival()
             with _failing(self._link, "receiving weights"):
                 self._arriving.wait()
                 last = index + 1 == len(flats)
                 self._arriving = None if last else self._group.broadcast(flats[index + 1], 0)
             yield flat
+
+    def _await_arrival(self) -> None:
+        """With NCCL, waiting for the work only orders streams; what waits for the device then waits for ever."""
+        if self._link.kind != "nccl":
+            return
+        if not look_until(self._arriving.is_completed, timeout_s=self._link.timeout_s):
+            raise DeadlineExceeded(
+                f"waited {self._link.timeout_s:g} s for weights to come over nccl at {self._link.address}"
+            )
 
     def close(self) -> None:
         """See Receiver."""
@@ -206,8 +261,21 @@ class GroupReceiver:
         self._group = _closed(self._group, self._link)
 
 
+def _guard(link: Link, group: Any) -> TransferGuard:
+    """The guard of a sender. It reads notes by a connection of its own, since the sender's may be waiting."""
+    board: list[StoreBoard] = []
+
+    def given_up() -> bool:
+        if not board:
+            board.append(reach_to_release(link))
+        return released(board[0])
+
+    what = f"{link.kind} weight link at {link.address}"
+    return TransferGuard(what, group.abort, given_up, timeout_s=link.timeout_s)
+
+
 def _settle(link: Link, device: torch.device) -> None:
-    """With NCCL, returning from a wait means that the work is queued. A sync ends when it is done."""
+    """With NCCL, what takes the weights out of the buffers is only queued. A sync ends when it is done."""
     if link.kind == "nccl":
         torch.cuda.current_stream(device).synchronize()
 

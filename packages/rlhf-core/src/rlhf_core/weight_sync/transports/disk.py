@@ -201,7 +201,9 @@ def _folder(link: Link, sync: int) -> Path:
 def _entries(bucket: Bucket) -> Iterator[tuple[str, str, list[int], int, int]]:
     """Name, dtype, shape, offset in the buffer and bytes of all that is in the file."""
     for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-        if spec.changed is None:
+        if bucket.part is not None:  # bytes, of as many files as it takes
+            yield spec.name, "U8", [bucket.payload_bytes], offset, bucket.payload_bytes
+        elif spec.changed is None:
             yield spec.name, _NAMES[spec.dtype], list(spec.shape), offset, spec.nbytes
         else:  # indices and values as they are
             yield spec.name, "U8", [spec.nbytes], offset, spec.nbytes

@@ -21,6 +21,7 @@ LEFT = b"left"
 GIVEN_UP = b"given up"
 """Posted in place of acknowledgements by one who knows that they will never come."""
 _AWAITED = "awaited"
+_RELEASED = "released"
 _POLL_S = (0.001, 0.02)
 _RELEASE_S = 10.0
 """How long a sender that is to be released may take to answer."""
@@ -198,10 +199,16 @@ def _answers(board: Board, link: Any, note: str, what: str) -> list[bytes]:
 
 
 def release_sender(board: Board, link: Any) -> None:
-    """Answer in the receivers' place what the sender waits for (see `Transport`)."""
+    """Answer in the receivers' place what the sender waits for (see `Transport`), and tell its guard."""
+    board.post(_RELEASED)
     if (note := board.seen(_AWAITED)) is not None:
         for rank in range(link.receivers):
             board.post(f"{note.decode()}/{rank}", GIVEN_UP)
+
+
+def released(board: Board) -> bool:
+    """Whether somebody has called `release_sender`."""
+    return board.seen(_RELEASED) is not None
 
 
 def store_address(link: Any) -> tuple[str, int]:

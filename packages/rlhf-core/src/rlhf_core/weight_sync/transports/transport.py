@@ -29,10 +29,13 @@ from torch import Tensor
 from rlhf_core.checks import check_number, check_whole
 from rlhf_core.errors import ConfigError, RLHFError
 from rlhf_core.plugins import load_object, load_plugin, plugin_names
-from rlhf_core.weight_sync.manifest import Bucket
+from rlhf_core.weight_sync.manifest import Bucket, buffer_bytes
 
 WEIGHT_TRANSPORTS = "rlhf.weight_transports"
 _BETWEEN = "\n"
+_RECEIVE_BUFFERS = {"disk": 1, "shm": 0, "ipc": 0, "local": 0}
+"""Where it is not two."""
+_COMMUNICATOR_BYTES = 256 << 20
 
 _BUILT_IN = {
     "disk": "rlhf_core.weight_sync.transports.disk:DiskTransport",
@@ -235,6 +238,19 @@ def release_sender(link: Link) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def receiver_bytes(kind: str, bucket_bytes: int) -> int:
+    """Bytes that a receiver takes for its end of a link: on its GPU with `nccl`, in host memory with the others.
+
+    With `nccl` there are 256 MiB more for the communicator, an estimate: it depends on NCCL and on the network. A
+    transport that is not built in counts as one with two buffers.
+
+    >>> [receiver_bytes(kind, 64 << 20) >> 20 for kind in ("nccl", "gloo", "disk", "shm", "ipc", "local")]
+    [384, 128, 64, 0, 0, 0]
+    """
+    communicator = _COMMUNICATOR_BYTES if kind == "nccl" else 0
+    return _RECEIVE_BUFFERS.get(kind, 2) * buffer_bytes(bucket_bytes) + communicator
 
 
 @contextlib.contextmanager
