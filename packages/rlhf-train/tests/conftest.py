@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_core.testing.tiny import save_tiny_model
+from rlhf_core.testing.tiny import save_tiny_experts, save_tiny_model
 from torch.distributed import TCPStore
 
 RESIZED_STAGES = (1, 2, 3)
@@ -26,6 +26,7 @@ def two_ranks_work(tmp_path_factory) -> Path:
     work = tmp_path_factory.mktemp("two-ranks")
     save_tiny_model(work / "tied", tied=True)
     save_tiny_model(work / "untied", tied=False)
+    save_tiny_experts(work / "experts", "qwen3_moe")
     save_tiny_model(work / "scalar", head="scalar", tied=False)
     for kind in KINDS:
         save_mixture(kind, work / kind)

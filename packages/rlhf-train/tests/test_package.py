@@ -9,11 +9,14 @@ def test_the_public_names_are_pinned():
     assert rlhf_train.__all__ == [
         "DeepSpeedEngine",
         "MergeConfig",
+        "PlannedStates",
         "RewardScale",
         "ZeroConfig",
         "ZeroWeights",
         "env_vars",
         "merge_adapter",
+        "pass_peak",
+        "planned_states",
     ]
 
 

@@ -47,12 +47,13 @@ def test_a_fault_on_one_rank_skips_the_step_on_all(measured, stage, fault):
         assert len(found["ids"]) <= 2, "only the rows of the micro-batch"
 
 
-@pytest.mark.parametrize("case", ["1", "3", "3 kept whole", "3 with adapters"])
+@pytest.mark.parametrize("case", ["1", "3", "3 kept whole", "3 with adapters", "3 with experts"])
 def test_weights_arrive_over_gloo(measured, case):
     found = measured["weights_over_gloo"][case]
     assert found["gap"] == 0
     assert found["buckets"] > 2
     # Shards go straight into the buffer; what is made of more than one tensor is gathered.
+    assert found["ratio"] == pytest.approx(1.0, abs=0.1 if "adapters" in case else 0), "gathered once"
     packed = found["packed"]
     assert packed == 0 if case == "1" else packed > 2 if "adapters" in case else packed == found["buckets"]
 

@@ -224,12 +224,14 @@ class Checks(FeatureChecks, ModelChecks):
                 "options": {"stage": 3},
                 "lora": LoraConfig(rank=4, target_modules=("q_proj", "up_proj")),
             },
+            "3 with experts": {"options": {"stage": 3}},
         }
         for case, fields in cases.items():
-            engine = self.start("untied", **fields)
+            engine = self.start("experts" if "experts" in case else "untied", **fields)
             engine.step(share(whole_batch(0), self.rank), NLL)
             expected = full_weights(engine)
             source: Any = engine.weights()
+            source.end_sync()
             manifest = source.manifest(1, bucket_bytes=20_000)
             sender = open_sender("gloo", receivers=1, timeout_s=60) if self.rank == 0 else None
             link = engine.ranks.gather(sender.link if sender else None)[0]
@@ -246,12 +248,13 @@ class Checks(FeatureChecks, ModelChecks):
                 thread.start()
             elif sender is not None:
                 sender.accept()
-            send_weights(source, manifest, sender)
+            report = send_weights(source, manifest, sender)
             if self.rank == 1:
                 thread.join(60)
             everyone = engine.ranks.gather(gap(received, expected) if self.rank == 1 else None)
             packed = [source.packs(bucket) for bucket in manifest.buckets()]
-            found[case] = {"gap": everyone[1], "buckets": len(packed), "packed": sum(packed)}
+            ratio = report.gathered_per_sent
+            found[case] = {"gap": everyone[1], "buckets": len(packed), "packed": sum(packed), "ratio": ratio}
             if sender is not None:
                 sender.close()
             engine.close()

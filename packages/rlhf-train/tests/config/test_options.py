@@ -41,6 +41,8 @@ def test_an_unknown_option_names_the_nearest():
         ({"lora": {"rank": 4}}, "'lora' is a setting of every engine"),
         ({"accumulate_dtype": "fp32"}, "accumulate_dtype must be one of"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype must be one of"),
+        ({"autoep_size": 2}, "autoep_size: this engine does not divide experts.*stage 3"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel: this engine does not divide experts"),
     ],
 )
 def test_impossible_options_are_refused(options, complaint):

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from rlhf_core import LoraConfig, WeightSyncError, adapted_layers, add_adapters
-from rlhf_core.testing.tiny import save_tiny_model
+from rlhf_core import LoraConfig, WeightSyncError, adapted_layers, add_adapters, send_weights
+from rlhf_core.testing.tiny import save_tiny_experts, save_tiny_model
 from rlhf_train import ZeroWeights
 from safetensors.torch import load_file
 
@@ -88,7 +88,66 @@ def test_fused_experts_travel_as_the_checkpoint_has_them(tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "model.layers.0.mlp.experts.gate_up_proj" in dict(model.named_parameters())
-    for bucket_bytes in (600, 1 << 20):
+    for bucket_bytes in (64, 600, 1 << 20):
         _, found = gathered(model, bucket_bytes)
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+class Taking:
+    """A sender that keeps what it is given."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, fails_at=None):
+        self.bytes, self.fails_at = 0, fails_at
+
+    def buffers(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+
+    def send(self, flat, bucket):
+        if bucket.index == self.fails_at:
+            raise WeightSyncError("a receiver is gone")
+        self.bytes += flat.numel()
+        return self
+
+    def wait(self):
+        pass
+
+    finish = close = wait
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("bucket_bytes", [5_000, 70_000, 1 << 30])
+def test_every_parameter_is_gathered_once_in_a_sync(tmp_path, family, bucket_bytes):
+    """Buckets smaller than an expert, smaller than a layer's experts, and one for all."""
+    from transformers import AutoModelForCausalLM
+
+    source = ZeroWeights(AutoModelForCausalLM.from_pretrained(save_tiny_experts(tmp_path, family)))
+    manifest = source.manifest(1, bucket_bytes=bucket_bytes)
+    for _ in range(2):
+        report = send_weights(source, manifest, Taking())
+        assert report.gathered_per_sent == 1.0
+        assert report.bytes == manifest.total_bytes > 1e6
+    assert send_weights(source, manifest, None).gathered_per_sent == 1.0
+
+
+def test_what_a_broken_or_partial_sync_kept_is_not_sent_later(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_experts(tmp_path))
+    source = ZeroWeights(model)
+    manifest = source.manifest(1, bucket_bytes=70_000)
+    with pytest.raises(WeightSyncError, match="is gone"):
+        send_weights(source, manifest, Taking(fails_at=4))
+    buckets = manifest.buckets()
+    some = next(bucket for bucket in buckets if "experts.0" in bucket.tensors[0].name)
+    list(source.gather(some))  # an end that never came
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    found = {name: t for bucket in buckets for name, t in source.gather(bucket)}
+    exact = dict(ZeroWeights(model).gather(source.manifest(1, bucket_bytes=1 << 30).buckets()[0]))
+    assert found.keys() == exact.keys()
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+    assert source._kept == {}

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_core import CheckpointError, FittedTokens, RLHFError, TokenPass, damage_error, find_damage
+from rlhf_core import (
+    CheckpointError,
+    FittedTokens,
+    RLHFError,
+    TokenPass,
+    damage_error,
+    find_damage,
+    fitted_as_values,
+    fitted_from_values,
+)
 from torch import Tensor
 
 from rlhf_train.checkpoint.background import PendingFiles, SaveThread
@@ -40,7 +49,7 @@ class _Written:
     stage: int
     trained: bool
     progress: dict[str, int] = field(default_factory=dict)
-    fitted_tokens: dict[TokenPass, dict[str, Any]] = field(default_factory=dict)
+    fitted_tokens: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -107,7 +116,7 @@ def _complete(engine: Any, path: Path, state: EngineState, *, ranks: TrainingRan
             stage=stage,
             trained=engine is not None,
             progress=asdict(state.progress),
-            fitted_tokens={kind: asdict(found) for kind, found in state.fitted_tokens.items()},
+            fitted_tokens=fitted_as_values(state.fitted_tokens),
         )
         (path / STATE).write_text(json.dumps(asdict(written)))
     ranks.barrier()
@@ -154,7 +163,7 @@ def load_checkpoint(engine: Any, path: Path, state: EngineState, *, ranks: Train
     if state.average is not None:
         _load_average(state.average, path, written.world_size)
     state.progress = Progress(**written.progress)
-    state.fitted_tokens = {kind: FittedTokens(**found) for kind, found in written.fitted_tokens.items()}
+    state.fitted_tokens = fitted_from_values(written.fitted_tokens)
     ranks.barrier()
 
 

@@ -18,6 +18,14 @@ Stage = Literal[0, 1, 2, 3]
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
+_NO_EXPERT_PARALLELISM = (
+    "this engine does not divide experts among ranks. DeepSpeed's AutoEP puts blocks of its own in the place of "
+    "the model's, and a rank holds w1, w2 and w3 of its share of the experts, which are no tensors of the "
+    "checkpoint: weights could not be sent to rollout engines or exported (docs/training-engine.md). Leave it out; "
+    "at stage 3 experts are sharded like all parameters"
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """The options of this engine: what `EngineConfig.options` may hold.
@@ -98,6 +106,9 @@ class ZeroConfig:
         Raises:
             ConfigError: a key is unknown or is no option of one engine, or a value is refused.
         """
+        for name in ("autoep_size", "expert_parallel"):
+            if name in config.options:
+                raise ConfigError(f"engine options: {name}: {_NO_EXPERT_PARALLELISM}")
         return config.options_as(cls, engine="deepspeed")
 
 

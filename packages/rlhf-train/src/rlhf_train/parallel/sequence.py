@@ -31,16 +31,20 @@ class SequenceGroup:
             raise ConfigError(f"engine: {setting} {size} does not divide the {ranks.size} training ranks")
         self.size = size
         self.index = ranks.info.rank % size
-        self._ranks = ranks
-        self._first = ranks.info.rank - self.index
-        starts = range(0, ranks.size, size)
-        # Every rank takes part in making every group.
-        groups = [torch.distributed.new_group(list(range(start, start + size))) for start in starts]
-        self.group = groups[ranks.info.rank // size]
+        self.group = self._make_group(ranks)
+        on_host = torch.distributed.get_backend(self.group) == "gloo"
+        self._control_group = self.group if on_host else self._make_group(ranks, backend="gloo")
+
+    def _make_group(self, ranks: TrainingRanks, **options: Any) -> Any:
+        """The process group of this rank's group; every rank takes part in making every one."""
+        starts = range(0, ranks.size, self.size)
+        groups = [torch.distributed.new_group(list(range(at, at + self.size)), **options) for at in starts]
+        return groups[ranks.info.rank // self.size]
 
     def share(self, batch: Batch) -> tuple[Batch, slice]:
         """The rows of all ranks of the group as one batch, and where this rank's own rows are in it."""
-        batches: list[Any] = self._ranks.gather(batch.to("cpu"))[self._first : self._first + self.size]
+        batches: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(batches, batch.to("cpu"), group=self._control_group)
         start = sum(one.rows for one in batches[: self.index])
         return concatenate(batches), slice(start, start + batch.rows)
 

@@ -36,21 +36,24 @@ def export_model(model: Any, path: Path, *, ranks: TrainingRanks, shard_bytes: i
     weights = ZeroWeights(model)
     manifest = weights.manifest(0, bucket_bytes=shard_bytes)
     buckets = manifest.buckets()
+    files = sum(bucket.is_last_part for bucket in buckets)
+    number = 0
     index: dict[str, str] = {}
-    for number, bucket in enumerate(buckets, start=1):
+    for bucket in buckets:
         content = {}
         # All ranks go through the bucket, as each gather is theirs together. Copies: ZeRO's parameters are views
         # into flat buffers, which safetensors would take for tied weights.
         for key, tensor in weights.gather(bucket):
-            if ranks.info.rank == 0:
+            if ranks.info.rank == 0 and bucket.is_last_part:  # a larger tensor has a file of its own
                 content[key] = tensor.cpu().clone().contiguous()
-        if ranks.info.rank != 0:
+        if ranks.info.rank != 0 or not bucket.is_last_part:
             continue
-        name = "model.safetensors" if len(buckets) == 1 else f"model-{number:05}-of-{len(buckets):05}.safetensors"
+        number += 1
+        name = "model.safetensors" if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
         save_file(content, path / name, metadata={"format": "pt"})
         index |= dict.fromkeys(content, name)
     if ranks.info.rank == 0:
-        if len(buckets) > 1:
+        if files > 1:
             whole = {"metadata": {"total_size": manifest.total_bytes}, "weight_map": index}
             (path / "model.safetensors.index.json").write_text(json.dumps(whole, indent=2))
         config = copy.deepcopy(model.config)

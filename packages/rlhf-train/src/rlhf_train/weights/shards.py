@@ -29,37 +29,44 @@ def reachable(parameter: Any) -> bool:
     )
 
 
-def collect(parameters: Sequence[Any], places: Sequence[Tensor] | None) -> None:
+def collect(parameters: Sequence[Any], places: Sequence[Tensor] | None, part: slice | None = None) -> None:
     """Bring full parameters to rank 0; all ranks at once, with the same `reachable` parameters.
 
     Args:
         parameters: the parameters.
         places: on rank 0 where each belongs, contiguous and of its full shape; None on the others.
+        part: only these values of each flattened parameter, for which the places are then made.
     """
     distributed: Any = torch.distributed
     rank = distributed.get_rank()
     works = []
     if places is None:
         for parameter in parameters:
-            own = _slice_of(rank, parameter)
-            if own.stop > own.start:
-                shard = parameter.ds_tensor.detach()[: own.stop - own.start]
+            shard, _ = _held(rank, parameter, part)
+            if shard.stop > shard.start:
+                shard = parameter.ds_tensor.detach()[shard]
                 works.append(distributed.isend(shard, dst=0, group=parameter.ds_process_group))
     else:
         flats = [place.view(-1) for place in places]
         for parameter, flat in zip(parameters, flats, strict=True):
             for source in range(1, distributed.get_world_size()):
-                theirs = _slice_of(source, parameter)
+                _, theirs = _held(source, parameter, part)
                 if theirs.stop > theirs.start:
                     works.append(distributed.irecv(flat[theirs], src=source, group=parameter.ds_process_group))
         for parameter, flat in zip(parameters, flats, strict=True):  # while the others' are on their way
-            own = _slice_of(0, parameter)
-            flat[own].copy_(parameter.ds_tensor.detach()[: own.stop])
+            shard, own = _held(0, parameter, part)
+            flat[own].copy_(parameter.ds_tensor.detach()[shard])
     for work in works:
         work.wait()
 
 
-def _slice_of(rank: int, parameter: Any) -> slice:
-    """What a rank holds of the flattened parameter: shards of equal length, the last ones padded."""
+def _held(rank: int, parameter: Any, part: slice | None) -> tuple[slice, slice]:
+    """What a rank holds of a part: where in its shard, and where in the part.
+
+    Shards of the flattened parameter have equal lengths, the last ones are padded.
+    """
     size, total = parameter.ds_tensor.ds_numel, parameter.ds_numel
-    return slice(min(rank * size, total), min((rank + 1) * size, total))
+    first, end = (0, total) if part is None else (part.start, part.stop)
+    start = min(max(rank * size, first), end)
+    stop = max(start, min((rank + 1) * size, end))
+    return slice(start - rank * size, stop - rank * size), slice(start - first, stop - first)
