@@ -93,7 +93,14 @@ from rlhf_algos.kl import (
     full_kl,
     kl_estimate,
 )
-from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation, row_count
+from rlhf_algos.losses.aggregation import (
+    EPISODE_SHARE,
+    Aggregation,
+    add_aux_loss,
+    aggregate,
+    check_aggregation,
+    row_count,
+)
 from rlhf_algos.losses.offline.distillation import (
     Divergence,
     DivergenceConfig,
@@ -233,6 +240,7 @@ from rlhf_algos.torch_engine.model import TorchOptions
 
 __all__ = [
     "ADVANTAGES",
+    "EPISODE_SHARE",
     "GRPO",
     "LORA_RATE_FACTOR",
     "METHODS",

@@ -24,6 +24,11 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 """
 
 
+EPISODE_SHARE = "episode_share"
+"""Column [rows] of batches in which an episode may have several rows: the row's share in the episode's counted
+tokens. A mean over responses is then one over episodes, whose weight does not grow with their rows."""
+
+
 def check_aggregation(how: str, max_length: int) -> None:
     """Refuse an unknown aggregation, or a `max_length` that is missing.
 
@@ -46,6 +51,7 @@ def aggregate(
     max_length: int = 0,
     count_empty_rows: bool = True,
     prompt_tokens: Float[Tensor, " rows"] | None = None,
+    episode_share: Float[Tensor, " rows"] | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Sum and weight of per-token values; the weight depends on the mask alone.
 
@@ -58,6 +64,7 @@ def aggregate(
             zero. True in TRL, False in OpenRLHF and verl. Irrelevant to `token_mean` and `prompt_mean`.
         prompt_tokens: for `prompt_mean`: the counted tokens of all responses to the row's prompt, in the global
             batch.
+        episode_share: the column `EPISODE_SHARE`; None where every row is a response of its own.
 
     >>> values, mask = torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[True, True], [True, False]])
     >>> [float(t / w) for t, w in (aggregate(values, mask), aggregate(values, mask, "seq_mean_token_mean"))]
@@ -77,7 +84,13 @@ def aggregate(
     per_row = masked_mean(values, mask, dim=1) if how == "seq_mean_token_mean" else masked_sum(values, mask, dim=1)
     if how == "max_length":
         per_row = per_row / max_length
-    return per_row.sum(), row_count(mask, count_empty_rows=count_empty_rows).to(values.dtype)
+    if episode_share is None:
+        return per_row.sum(), row_count(mask, count_empty_rows=count_empty_rows).to(values.dtype)
+    share = episode_share.to(values.dtype)
+    counted = share if count_empty_rows else share * mask.any(dim=1)
+    # A mean over an episode's tokens is that of its rows' means by their shares; a sum needs none.
+    total = (per_row * share).sum() if how == "seq_mean_token_mean" else per_row.sum()
+    return total, counted.sum()
 
 
 def row_count(mask: Bool[Tensor, "rows length"], *, count_empty_rows: bool = True) -> Float[Tensor, ""]:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from rlhf_core import (
     accumulate,
     adapter_parameters,
     adapters_off,
+    fitted_as_values,
+    fitted_from_values,
     model_outputs,
     optimizer_memory_to_come,
     score_in_micro_batches,
@@ -200,7 +202,7 @@ class TorchEngine:
         """See TrainEngine."""
         rank = rank_of(self.ranks)
         state: dict[str, Any] = {"random": self._random.state, "skipped": self._skipped_in_a_row}
-        state["fitted_tokens"] = {kind: asdict(found) for kind, found in self._fitted.found.items()}
+        state["fitted_tokens"] = fitted_as_values(self._fitted.found)
         if rank == 0:
             save_weights(self.model, path)
             state["optimizer"] = self._optimizer.state_dict() if self._optimizer else None
@@ -221,7 +223,7 @@ class TorchEngine:
                 raise ConfigError(f"the checkpoint in {str(path)!r} was written without an optimizer")
             self._optimizer.load_state_dict(optimizer)
         self._random.state = list(state["random"])
-        self._fitted.take({kind: FittedTokens(**found) for kind, found in state["fitted_tokens"].items()})
+        self._fitted.take(fitted_from_values(state["fitted_tokens"]))
         self._skipped_in_a_row = int(state["skipped"])
 
     def export(self, path: Path) -> None:

@@ -23,7 +23,7 @@ from rlhf_core import (
 from torch import Tensor
 
 from rlhf_algos.kl import KLEstimator, KLGradient, kl_estimate
-from rlhf_algos.losses.aggregation import Aggregation, add_aux_loss, aggregate, check_aggregation
+from rlhf_algos.losses.aggregation import EPISODE_SHARE, Aggregation, add_aux_loss, aggregate, check_aggregation
 from rlhf_algos.mismatch import mismatch_log_ratio, mismatch_metrics
 
 
@@ -144,8 +144,8 @@ def finish_policy_loss(
 
     Columns read if present: `importance_weights` [rows, length] (see `OffPolicyCorrection`), multiplied onto the
     policy term only; `ref_log_probs` [rows, length] if `kl_coef` is not 0; `prompt_tokens` [rows] for the
-    aggregation `prompt_mean`; `ptx_coef` [rows] (see `mix_pretraining`); `likelihood_weight` [rows] (see
-    `with_likelihood`).
+    aggregation `prompt_mean`; `episode_share` [rows] (see `aggregate`); `ptx_coef` [rows] (see `mix_pretraining`);
+    `likelihood_weight` [rows] (see `with_likelihood`).
 
     Args:
         per_token: the policy term.
@@ -168,6 +168,7 @@ def finish_policy_loss(
             max_length=config.max_length,
             count_empty_rows=config.count_empty_rows,
             prompt_tokens=batch["prompt_tokens"][rows] if "prompt_tokens" in batch else None,
+            episode_share=batch[EPISODE_SHARE][rows] if EPISODE_SHARE in batch else None,
         )
 
     total, weight = summed(per_token)
@@ -287,7 +288,7 @@ def _likelihood_term(outputs: ModelOutputs, batch: Batch, metrics: dict[str, Met
 
 def policy_weight(batch: Batch, config: PolicyTermsConfig) -> float:
     """The weight that the policy term of this batch has: what a step divides its sum by."""
-    prompt_tokens = batch.columns.get("prompt_tokens")
+    prompt_tokens, share = batch.columns.get("prompt_tokens"), batch.columns.get(EPISODE_SHARE)
     return float(
         aggregate(
             torch.zeros(batch.token_ids.shape, dtype=torch.float64),
@@ -296,6 +297,7 @@ def policy_weight(batch: Batch, config: PolicyTermsConfig) -> float:
             max_length=config.max_length,
             count_empty_rows=config.count_empty_rows,
             prompt_tokens=prompt_tokens if prompt_tokens is None else prompt_tokens.cpu(),
+            episode_share=share if share is None else share.cpu(),
         )[1]
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from rlhf_core import Batch, ConfigError, LossTerms, Mean, ModelOutputs, mean_of
 
-from rlhf_algos.losses.aggregation import Aggregation, aggregate, check_aggregation
+from rlhf_algos.losses.aggregation import EPISODE_SHARE, Aggregation, aggregate, check_aggregation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,7 @@ def value_clip(outputs: ModelOutputs, batch: Batch, config: ValueClipConfig) -> 
         max_length=config.max_length,
         count_empty_rows=config.count_empty_rows,
         prompt_tokens=batch.columns.get("prompt_tokens"),
+        episode_share=batch.columns.get(EPISODE_SHARE),
     )
     metrics["value_loss"] = Mean(total=float(total.detach()), weight=float(weight))
     return LossTerms(total=total, weight=weight, metrics=metrics)
