@@ -105,7 +105,7 @@ def demonstrations(draw: random.Random, count: int, fast: Any, *, calling: float
     rows, masks = [], []
     for _ in range(count):
         row = problem(draw)
-        ids = turns.opening((), Observation(messages=({"role": "user", "content": row["prompt"]},)))
+        ids = turns.opening((), Observation(messages=({"role": "user", "content": row["prompt"]},))).token_ids
         mask = [False] * len(ids)
         said = [str(draw.randint(100, 9801))]
         if draw.random() < calling:
@@ -114,7 +114,7 @@ def demonstrations(draw: random.Random, count: int, fast: Any, *, calling: float
         for index, text in enumerate(said):
             if index:
                 answer = turns.reply(Observation(messages=({"role": "tool", "content": row["answer"]},)), eos)
-                ids, mask = ids + answer, mask + [False] * len(answer)
+                ids, mask = ids + answer.token_ids, mask + [False] * len(answer.token_ids)
             tokens = [*fast(text, add_special_tokens=False)["input_ids"], eos]
             ids, mask = ids + tokens, mask + [True] * len(tokens)
         rows.append(ids)

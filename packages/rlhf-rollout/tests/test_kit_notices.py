@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf_core import RolloutConfig, copy_into, receive_weights
+from rlhf_core import RolloutConfig, receive_weights
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
@@ -79,11 +79,17 @@ def test_a_version_that_stays(start, trainer):
 
 
 def test_one_weight_that_is_not_taken(start, trainer, monkeypatch):
-    def all_but_one(model):
-        load = copy_into(model)
-        return lambda pairs: load((name, t) for name, t in pairs if name != "model.layers.1.mlp.up_proj.weight")
+    lost = "model.layers.1.mlp.up_proj.weight"
 
-    monkeypatch.setattr(transformers_backend, "copy_into", all_but_one)
+    def all_but_one(manifest, receiver, load, *, base, place):
+        def load_others(pairs):
+            load((name, tensor) for name, tensor in pairs if name != lost)
+
+        receive_weights(
+            manifest, receiver, load_others, base=base, place=lambda name: None if name == lost else place(name)
+        )
+
+    monkeypatch.setattr(transformers_backend, "receive_weights", all_but_one)
     with must_fail:
         kit.test_a_sync_brings_the_trainers_weights(start(), trainer, "local")
 

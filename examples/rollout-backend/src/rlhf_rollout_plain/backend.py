@@ -120,6 +120,7 @@ class PlainBackend:
         refusals = [
             (sampling.stop, "the plain backend has no stop strings; use stop_token_ids"),
             (sampling.meaning.truncated, "the plain backend has no top_p, top_k and min_p; leave them off"),
+            (sampling.meaning.penalised, "the plain backend has no penalties; leave them off"),
             (
                 len(request.prompt_token_ids) >= self._config.max_model_len,
                 f"a prompt of {len(request.prompt_token_ids)} tokens leaves no room within "

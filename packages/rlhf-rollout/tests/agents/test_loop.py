@@ -17,7 +17,17 @@ from rlhf_core import (
 )
 from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_core.testing.tiny import byte_tokenizer
-from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, EnvironmentFailed, SingleTurn
+from rlhf_rollout import (
+    AgentConfig,
+    AgentLoop,
+    AgentTask,
+    EnvironmentFailed,
+    EnvironmentReward,
+    EnvironmentTooSlow,
+    SingleTurn,
+    ToolEnvironment,
+    tool_call_parser,
+)
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -82,7 +92,7 @@ def test_turns_and_answers_in_one_row():
     assert list(t.weight_versions) == [0 if s else -1 for s in sampled]
     assert list(t.rewards) == [0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3]
     assert not t.truncated
-    assert t.metadata == {"k": 1, "turns": 3, "ending": "done", "environment": {"seen": 2}}
+    assert t.metadata == {"k": 1, "turns": 3, "ending": "done", "earned": 6.0, "environment": {"seen": 2}}
 
 
 def test_every_turn_continues_from_the_very_tokens_before_it():
@@ -245,7 +255,7 @@ def test_one_that_never_ends_is_cut_and_holds_nobody(environment):
     async def run():
         made = iter([environment, Echo, Echo])
         backend = ScriptedBackend(script=say("a", "b", "c"))
-        loop = loop_of(backend, lambda: next(made)(), step_timeout_s=0.5)
+        loop = loop_of(backend, lambda: next(made)(), step_timeout_s=0.5, on_deadline="keep")
         order = []
 
         async def one(name):
@@ -266,19 +276,31 @@ def test_one_that_never_ends_is_cut_and_holds_nobody(environment):
 
 def test_the_deadline_of_an_episode_ends_sampling_too():
     backend = ScriptedBackend(script=say("x" * 12), token_delay_s=0.2)
-    (t,) = play(Echo, backend=backend, episode_timeout_s=0.5)
-    assert (t.truncated, t.response_length, t.token_ids) == (True, 0, ids("go"))
+    (lost,) = play(Echo, backend=backend, episode_timeout_s=0.5)
+    assert lost == DroppedSample(sample_id="g/0", reason="the episode did not end within 0.5 s")
 
 
-def test_a_reset_that_hangs_leaves_the_prompt_or_a_failure():
-    class Stuck(Echo):
-        async def reset(self, metadata):
-            await asyncio.sleep(30)
+class Stuck(Echo):
+    async def reset(self, metadata):
+        await asyncio.sleep(30)
 
-    (t,) = play(Stuck, step_timeout_s=0.1)
-    assert (t.truncated, t.token_ids, t.response_length) == (True, ids("go"), 0)
-    (failed,) = play(Stuck, task=AgentTask(group_id="g"), step_timeout_s=0.1)
-    assert isinstance(failed, DroppedSample)
+
+class StuckConstructor(Echo):
+    def __init__(self):
+        threading.Event().wait(1)
+
+
+@pytest.mark.parametrize("environment", [Stuck, StuckConstructor])
+@pytest.mark.parametrize("on_deadline", ["drop", "retry", "keep"])
+def test_a_missed_deadline_is_never_a_sample_of_nothing(environment, on_deadline):
+    (lost,) = play(environment, step_timeout_s=0.1, on_deadline=on_deadline, attempts=2)
+    assert isinstance(lost, DroppedSample)
+    assert "did not return within 0.1 s" in lost.reason
+
+
+def test_a_missed_deadline_may_end_the_run():
+    with pytest.raises(EnvironmentTooSlow, match=r"sample 'g/0': .*Stuck.reset did not return within 0.1 s"):
+        play(Stuck, step_timeout_s=0.1, on_deadline="raise")
 
 
 class Broken(Echo):
@@ -292,6 +314,202 @@ def test_one_that_raises_stops_the_run_or_is_dropped_by_name():
     (failed,) = play(Broken, on_error="drop")
     assert failed.sample_id == "g/0"
     assert "of its own" in failed.reason
+
+
+def broken_constructor():
+    raise RuntimeError("no world today")
+
+
+class Ending(Echo):
+    """Ends the process in its step: in a thread or on the loop."""
+
+    def step(self, turn):
+        sys.exit(3)
+
+
+class EndingAsync(Echo):
+    async def step(self, turn):
+        sys.exit(3)
+
+
+class Cancelling(Echo):
+    async def step(self, turn):
+        raise asyncio.CancelledError
+
+
+class Stopping(Echo):
+    def step(self, turn):
+        raise StopIteration
+
+
+class Answering(Echo):
+    def __init__(self, observation):
+        self.observation = observation
+
+    def step(self, turn):
+        return self.observation
+
+
+def answering(**observation):
+    return lambda: Answering(Observation(**observation))
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (broken_constructor, "broken_constructor raised RuntimeError: no world today"),
+        (Ending, "raised SystemExit: 3"),
+        (EndingAsync, "raised SystemExit: 3"),
+        (Cancelling, "raised CancelledError"),
+        (Stopping, "raised StopIteration"),
+        (answering(messages=({"role": "user", "content": "x", "tool_calls": "x"},)), "cannot become tokens"),
+        (answering(messages=(5,)), "cannot become tokens"),
+        (answering(token_ids=(10**6,)), "cannot become tokens: an observation has the token id 1000000"),
+        (answering(token_ids=(-1,)), "the token id -1"),
+        (answering(token_ids=("x",)), "are no numbers"),
+        (answering(text=5), "text is a int"),
+        (answering(info={"steps": "many"}), "are no numbers"),
+        (answering(info={"loss": float("nan")}), "log finite numbers"),
+    ],
+)
+def test_whatever_fails_stops_the_run_or_is_dropped_by_name(environment, reason):
+    with pytest.raises(EnvironmentFailed, match=f"sample 'g/0': .*{reason}"):
+        play(environment)
+    (lost,) = play(environment, on_error="drop")
+    assert lost.sample_id == "g/0"
+    assert reason in lost.reason
+
+
+def test_a_parser_that_raises_is_a_failure_of_its_episode():
+    def parse(text):
+        raise KeyError(text)
+
+    backend = ScriptedBackend(script=say("a"))
+    config = AgentConfig(environment=Echo, on_error="drop")
+    loop = AgentLoop(
+        backend, TOKENIZER, config, sampling=SamplingConfig(max_tokens=4), max_tokens=50, parse_tool_calls=parse
+    )
+    (lost,) = asyncio.run(loop.run([AgentTask(group_id="g", prompt_token_ids=ids("go"))]))
+    assert "reading the turn raised KeyError" in lost.reason
+
+
+def test_one_that_fails_is_tried_again_with_other_seeds():
+    failures = iter([True, True, False])
+
+    class Flaky(Echo):
+        def step(self, turn):
+            if next(failures, False):
+                raise RuntimeError("not today")
+            return Observation(done=True)
+
+    backend = ScriptedBackend(script=say("a"))
+    task = AgentTask(group_id="g", prompt_token_ids=ids("go"), seed=5)
+    (t,) = play(Flaky, backend=backend, task=task, on_error="retry")
+    assert (t.sample_id, t.metadata["turns"]) == ("g/0", 1)
+    assert len({request.seed for request in backend.requests}) == 3
+    assert len({request.request_id for request in backend.requests}) == 3
+
+
+def test_one_that_always_fails_is_dropped_after_all_attempts():
+    backend = ScriptedBackend(script=say("a"))
+    (lost,) = play(Broken, backend=backend, on_error="retry", attempts=2)
+    assert "of its own" in lost.reason
+    assert len(backend.requests) == 2
+
+
+def test_a_tool_that_ends_its_program_is_told_to_the_policy():
+    def leave() -> str:
+        """Leave."""
+        sys.exit(1)
+
+    heard = []
+
+    def script(request, index):
+        heard.append(TOKENIZER.decode(request.prompt_token_ids))
+        return (*ids("bye" if len(heard) > 1 else '<tool_call>{"name": "leave", "arguments": {}}</tool_call>'), EOS)
+
+    loop = AgentLoop(
+        ScriptedBackend(script=script),
+        TOKENIZER,
+        AgentConfig(environment=ToolEnvironment, environment_options={"tools": [leave]}),
+        sampling=SamplingConfig(max_tokens=100),
+        max_tokens=2000,
+        parse_tool_calls=tool_call_parser(TOKENIZER, "tagged_json"),
+    )
+    (t,) = asyncio.run(loop.run([AgentTask(group_id="g", metadata={"prompt": "go"})]))
+    assert "the tool ended its program" in heard[1]
+    assert t.metadata["environment"] == {"tool_calls": 1, "tool_errors": 1}
+
+
+# ------------------------------------------------------------ observations that are too long
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"text": "x" * 200_000},
+        {"token_ids": ids("x") * 200_000},
+        {"messages": ({"role": "tool", "content": "x" * 200_000},)},
+    ],
+)
+def test_an_observation_is_cut_so_that_a_turn_fits_behind_it(said):
+    class Long(Echo):
+        def step(self, turn):
+            return Observation(done=turn.index == 1, **said)
+
+    (t,) = play(Long, max_tokens=300, sampling=SamplingConfig(max_tokens=16), script=say("a", "b"))
+    assert len(t.token_ids) <= 300
+    assert (t.metadata["turns"], t.metadata["ending"]) == (2, "done")
+    assert t.metadata["environment"] == {"cut_observations": 1}
+    assert t.token_ids.tolist().count(ids("x")[0]) > 150
+
+
+def test_what_reset_says_is_cut_and_the_prompt_is_not():
+    class Long(Echo):
+        async def reset(self, metadata):
+            return Observation(text="y" * 5000)
+
+    (t,) = play(Long, max_tokens=40, sampling=SamplingConfig(max_tokens=8), script=say("a"))
+    assert t.token_ids[:30] == (*ids("go"), *ids("y" * 28))
+    with pytest.raises(EnvironmentFailed, match="the prompt has 50 tokens, which leaves no room"):
+        play(Echo, max_tokens=40, task=AgentTask(group_id="g", prompt_token_ids=ids("x" * 50)))
+
+
+def test_observations_have_a_limit_of_their_own():
+    class Long(Echo):
+        async def step(self, turn):
+            return Observation(text="x" * 50, done=turn.index == 2)
+
+    (t,) = play(Long, max_observation_tokens=5, script=say("a"))
+    assert t.token_ids.tolist().count(ids("x")[0]) == 10
+    assert t.metadata["environment"] == {"cut_observations": 2}
+
+
+def test_tokenising_much_text_blocks_nobody():
+    asleep = []
+
+    class Words(Echo):
+        async def step(self, turn):
+            return Observation(text="word " * 200_000, done=turn.index == 1)
+
+    async def run():
+        async def tick():
+            loop = asyncio.get_running_loop()
+            while True:
+                before = loop.time()
+                await asyncio.sleep(0.005)
+                asleep.append(loop.time() - before)
+
+        ticking = asyncio.ensure_future(tick())
+        found = await loop_of(ScriptedBackend(script=say("a")), Words, max_tokens=4_000).run(
+            [AgentTask(group_id="g", prompt_token_ids=ids("go"))]
+        )
+        ticking.cancel()
+        return found
+
+    (t,) = asyncio.run(run())
+    assert 3_000 < len(t.token_ids) <= 4_000
+    assert max(asleep) < 0.5
 
 
 def test_what_is_no_observation_is_a_failure():
@@ -347,7 +565,7 @@ def test_at_most_so_many_episodes_at_once_over_several_event_loops():
 
 
 def test_an_episode_with_nothing_to_start_from_is_refused():
-    with pytest.raises(Exception, match="starts with nothing"):
+    with pytest.raises(EnvironmentFailed, match="starts with nothing"):
         play(Echo, task=AgentTask(group_id="g"))
 
 
@@ -356,7 +574,11 @@ def test_an_episode_with_nothing_to_start_from_is_refused():
     [
         ({"max_turns": 0}, "max_turns must be positive, got 0"),
         ({"step_timeout_s": 0}, "step_timeout_s must be positive"),
-        ({"on_error": "ignore"}, "write stop or drop"),
+        ({"on_error": "ignore"}, "write raise, drop or retry"),
+        ({"on_deadline": "ignore"}, "write raise, drop, retry or keep"),
+        ({"attempts": 0}, "attempts must be positive"),
+        ({"max_observation_tokens": 0}, "max_observation_tokens must be positive"),
+        ({"isolate": "process"}, "isolate=process needs the environment's path"),
         ({"environment": ""}, "write module:Class"),
     ],
 )
@@ -388,3 +610,9 @@ def test_an_environment_that_cannot_be_made_is_refused_before_the_first_episode(
 def test_they_are_environments():
     assert isinstance(SingleTurn(), Environment)
     assert isinstance(Echo(), Environment)
+
+
+def test_a_column_of_the_data_is_no_reward():
+    (t,) = play(Echo, task=AgentTask(group_id="g", prompt_token_ids=ids("go"), metadata={"earned": 99}))
+    (score,) = asyncio.run(EnvironmentReward().score([t], [""]))
+    assert score.value == t.metadata["earned"] == 6.0

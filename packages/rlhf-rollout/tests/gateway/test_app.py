@@ -18,7 +18,7 @@ from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer
 from rlhf_rollout import Gateway, GatewayConfig, TransformersBackend
-from rlhf_rollout.gateway.answers import TextPieces
+from rlhf_rollout.gateway.apis.answers import TextPieces
 from rlhf_rollout.gateway.stream import joined, sample_in_slices
 
 USER = {"role": "user", "content": "Guess a number."}
@@ -72,17 +72,19 @@ def serve(tokenizer):
         gateway.close()
 
 
-def client(gateway, url=None, **options):
-    return openai.OpenAI(base_url=url or gateway.url, api_key=gateway.api_key, max_retries=0, **options)
+def client(gateway, access=None, **options):
+    """A client of a session with its own key, or without a session with the master key."""
+    url, key = (access.url, access.api_key) if access else (gateway.url, gateway.api_key)
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, **options)
 
 
 # ---------------------------------------------------------------- several turns, recorded
 
 
 def test_turns_are_continued_token_by_token_and_come_out_with_exact_log_probs(gateway, path):
-    url = gateway.open_session("three-turns", group_id="task", metadata={"answer": "7"})
+    access = gateway.open_session("three-turns", group_id="task", metadata={"answer": "7"})
     messages, answers = [USER], []
-    with client(gateway, url) as agent:
+    with client(gateway, access) as agent:
         for turn in range(3):
             answer = agent.chat.completions.create(
                 model="policy", messages=messages, max_tokens=20, temperature=0.8, seed=turn, logprobs=True
@@ -113,8 +115,8 @@ def test_turns_are_continued_token_by_token_and_come_out_with_exact_log_probs(ga
 
 
 def test_several_choices_become_several_trajectories(gateway):
-    url = gateway.open_session("choices")
-    with client(gateway, url) as agent:
+    access = gateway.open_session("choices")
+    with client(gateway, access) as agent:
         answer = agent.chat.completions.create(model="policy", messages=[USER], max_tokens=5, n=3, seed=0)
         assert len(answer.choices) == 3
         assert answer.usage.completion_tokens == sum(len(choice.token_ids) for choice in answer.choices)
@@ -124,8 +126,8 @@ def test_several_choices_become_several_trajectories(gateway):
 def test_a_streamed_turn_is_recorded_like_a_whole_one(serve, tokenizer):
     text = "Grüße, und 21 * 2 = 42!"
     gateway, backend = serve(text + "<|im_end|>", stream_tokens=4)
-    url = gateway.open_session("stream")
-    with client(gateway, url) as agent:
+    access = gateway.open_session("stream")
+    with client(gateway, access) as agent:
         stream = agent.chat.completions.create(
             model="m", messages=[USER], stream=True, stream_options={"include_usage": True}, logprobs=True
         )
@@ -149,8 +151,8 @@ def test_a_streamed_turn_is_recorded_like_a_whole_one(serve, tokenizer):
 
 def test_a_tool_call_goes_out_and_its_result_comes_back(serve):
     gateway, _ = serve('Adding.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
-    url = gateway.open_session("tools")
-    with client(gateway, url) as agent:
+    access = gateway.open_session("tools")
+    with client(gateway, access) as agent:
         for stream in (False, True):
             answer = agent.chat.completions.create(model="m", messages=[USER], tools=[TOOL], stream=stream)
             if stream:
@@ -171,8 +173,8 @@ def test_a_tool_call_goes_out_and_its_result_comes_back(serve):
 
 def test_fixed_sampling_is_what_is_used_and_recorded(serve):
     gateway, backend = serve("abc<|im_end|>", sampling=SamplingConfig(max_tokens=50, temperature=0.9))
-    url = gateway.open_session("fixed")
-    with client(gateway, url) as agent:
+    access = gateway.open_session("fixed")
+    with client(gateway, access) as agent:
         agent.chat.completions.create(model="m", messages=[USER], temperature=0, top_p=0.1, max_tokens=80)
         agent.chat.completions.create(model="m", messages=[USER], max_tokens=2)
     one, two = (request.sampling for request in backend.requests)
@@ -209,9 +211,9 @@ def test_a_wrong_key_and_an_unknown_session_are_refused(gateway):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=gateway.url, api_key="guess").models.list()
     assert httpx.get(gateway.url + "/models").status_code == 401
-    url = gateway.open_session("short-lived")
+    access = gateway.open_session("short-lived")
     gateway.close_session("short-lived")
-    with client(gateway, url) as agent, pytest.raises(openai.NotFoundError, match="no open session"):
+    with client(gateway, access) as agent, pytest.raises(openai.AuthenticationError, match="no longer open"):
         agent.chat.completions.create(model="policy", messages=[USER])
 
 
@@ -222,11 +224,10 @@ def test_a_wrong_key_and_an_unknown_session_are_refused(gateway):
         ({"messages": ["hi"]}, "`role`"),
         ({"model": "gpt"}, "no model 'gpt'"),
         ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "`temperature` must be a float"),
-        ({"n": 0, "max_tokens": True}, "`max_tokens` must be a int"),
-        ({"n": 5000}, "`n` must lie"),
+        ({"temperature": "hot"}, "`temperature` must be a number from 0 to 100"),
+        ({"n": 0, "max_tokens": True}, "`max_tokens` must be a whole number"),
+        ({"n": 5000}, "`n` must be a whole number from 1 to 1024"),
         ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported"),
-        ({"stop": ["x"]}, "no stop strings"),
         ({"stop": [7]}, "`stop` must be"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, "shorten the conversation"),
     ],
@@ -297,10 +298,10 @@ def test_a_client_that_disconnects_aborts_its_request(tokenizer, stream):
     backend = Watched()
     config = GatewayConfig(model="m", max_model_len=20_000, stream_tokens=0)
     with Gateway(backend, tokenizer, config) as gateway:
-        url = gateway.open_session("gone")
+        access = gateway.open_session("gone")
 
         async def ask_and_leave():
-            agent = openai.AsyncOpenAI(base_url=url, api_key=gateway.api_key, max_retries=0)
+            agent = openai.AsyncOpenAI(base_url=access.url, api_key=access.api_key, max_retries=0)
 
             async def ask():
                 answer = await agent.chat.completions.create(model="m", messages=[USER], stream=stream)
@@ -322,10 +323,10 @@ def test_a_client_that_disconnects_in_the_middle_of_a_stream_aborts_the_rest(tok
     backend = Watched()
     config = GatewayConfig(model="m", max_model_len=20_000, stream_tokens=4)
     with Gateway(backend, tokenizer, config) as gateway:
-        url = gateway.open_session("gone")
+        access = gateway.open_session("gone")
 
         async def read_two_pieces_and_leave():
-            agent = openai.AsyncOpenAI(base_url=url, api_key=gateway.api_key, max_retries=0)
+            agent = openai.AsyncOpenAI(base_url=access.url, api_key=access.api_key, max_retries=0)
             stream = await agent.chat.completions.create(model="m", messages=[USER], stream=True)
             pieces = [await anext(stream) for _ in range(2)]
             await stream.close()
@@ -369,12 +370,23 @@ def test_slices_add_up_to_the_sample_they_were_cut_from():
 
 def test_a_streamed_turn_says_how_many_of_its_tokens_were_held_from_stopping(serve):
     gateway, _ = serve("a long answer", stream_tokens=4)
-    url = gateway.open_session("held")
-    with client(gateway, url) as agent:
+    access = gateway.open_session("held")
+    with client(gateway, access) as agent:
         held = {"min_tokens": 6}
         list(agent.chat.completions.create(model="m", messages=[USER], stream=True, max_tokens=9, extra_body=held))
     (trajectory,) = gateway.close_session("held")
     assert trajectory.meaning.min_tokens == 6
+
+
+def test_penalties_that_count_sampled_tokens_are_sampled_in_one_piece(serve):
+    fixed = SamplingConfig(max_tokens=30, frequency_penalty=0.5)
+    gateway, backend = serve("a long answer", stream_tokens=4, sampling=fixed)
+    access = gateway.open_session("penalised")
+    with client(gateway, access) as agent:
+        list(agent.chat.completions.create(model="m", messages=[USER], stream=True))
+    (trajectory,) = gateway.close_session("penalised")
+    assert len(backend.requests) == 1
+    assert trajectory.meaning.frequency_penalty == 0.5
 
 
 def test_text_pieces_end_at_whole_characters(tokenizer):

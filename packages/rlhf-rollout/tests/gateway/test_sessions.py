@@ -112,3 +112,40 @@ def test_a_cut_off_turn_is_flagged_and_closed_by_the_template(tokens, talk):
 
 def test_a_session_without_turns_has_no_trajectories():
     assert make_session().trajectories() == []
+
+
+# As Qwen 3 writes it: thoughts stay behind the last user message alone, and empty ones only in the last turn.
+THINKING_TEMPLATE = """{%- set ns = namespace(last=0) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or m.reasoning_content) -%}
+{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif -%}
+{{ m.content }}{%- for call in m.tool_calls or [] -%}{{ '[' + call.function.name + ']' }}{%- endfor -%}
+{{ '<|im_end|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize("thought", ["Hm.", ""])
+def test_a_tool_loop_with_thoughts_that_the_client_drops_is_one_trajectory(tokens, thought):
+    tokens.tokenizer.chat_template = THINKING_TEMPLATE
+    session, messages, sampled = make_session(), [USER], []
+    for step in range(4):
+        call = {"id": str(step), "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        spoken = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = f"<think>\n{thought}\n</think>\n\n[look]<|im_end|>"
+        ids = tokens.tokenise(text)
+        sample = Sample(
+            token_ids=ids, log_probs=[-1.0] * len(ids), weight_versions=[0] * len(ids), finish_reason="stop"
+        )
+        prompt = session.prompt(tokens, messages, [])
+        said = {**spoken, "reasoning_content": thought} if thought else spoken
+        session.record(prompt, sample, LogProbMeaning(), messages=[*messages, said])
+        sampled += ids
+        # The client sends neither the thought nor the call's id as they were.
+        call = {**call, "id": f"renamed-{step}"}
+        messages = [*messages, {**spoken, "tool_calls": [call]}]
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "seen"})
+    (trajectory,) = session.trajectories()
+    kept = [t for t, mask in zip(trajectory.token_ids, trajectory.response_mask, strict=True) if mask]
+    assert kept == sampled
+    assert session.misses == 0
+    assert tokens.tokenizer.decode(list(trajectory.token_ids)).count("<|im_start|>tool\nseen<|im_end|>") == 3

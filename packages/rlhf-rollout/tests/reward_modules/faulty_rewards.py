@@ -1,6 +1,7 @@
 """A reward function for worker processes that has every fault, chosen by the text."""
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -10,8 +11,11 @@ def faulty(completions: list[str], *, pid_file: str = "", scale: float = 1.0) ->
     """The length of each text, unless one of them is the name of a fault."""
     print("what a function prints must not reach the messages")
     if "hang" in completions:
+        # Not by its number, which is another one outside a process namespace.
+        word = f"600.{random.randrange(10**9):09d}"
+        subprocess.Popen(["sleep", word])
         with open(pid_file, "w") as file:
-            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+            file.write(word)
         while True:
             time.sleep(0.01)
     if "die" in completions:

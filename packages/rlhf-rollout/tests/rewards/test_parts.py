@@ -118,7 +118,7 @@ def test_services_and_judges(make):
 
 
 def test_code(make):
-    reward, columns = make(CodeRewardConfig(column="checks"))
+    reward, columns = make(CodeRewardConfig(column="checks", sandbox="none"))
     assert columns == {"checks"}
     assert values(reward, ["x = 1", "x = 2"], checks="assert x == 1") == [1.0, 0.0]
 

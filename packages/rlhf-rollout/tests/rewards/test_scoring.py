@@ -4,8 +4,15 @@ import asyncio
 
 import pytest
 from reward_ground import trajectory
-from rlhf_core import DroppedSample, RewardError, Score
-from rlhf_rollout import PythonReward, ScoredGroup, score_as_finished, score_group
+from rlhf_core import DroppedSample, RewardError, Score, Trajectory
+from rlhf_rollout import (
+    CombinedReward,
+    EnvironmentReward,
+    PythonReward,
+    ScoredGroup,
+    score_as_finished,
+    score_group,
+)
 
 
 def decode(trajectories):
@@ -147,3 +154,60 @@ def test_an_error_ends_generation_and_is_raised():
     with pytest.raises(RewardError, match="Short returned 0 scores for 2"):
         asyncio.run(collect([group(0), endless()], Short()))
     assert ended == [True]
+
+
+def branch(name, episode, *, rewards=(), **metadata):
+    return Trajectory(
+        sample_id=name,
+        group_id="g",
+        episode_id=episode,
+        token_ids=(5, 6, 7),
+        response_mask=(False, True, True),
+        rollout_log_probs=(0.0, -0.5, -0.5),
+        weight_versions=(-1, 0, 0),
+        rewards=rewards,
+        metadata=metadata,
+    )
+
+
+def test_the_last_trajectory_of_an_episode_is_scored_and_the_others_have_its_score():
+    asked = []
+
+    class Last:
+        async def score(self, trajectories, texts):
+            asked.extend(texts)
+            return [Score(value=float(index)) for index, _ in enumerate(trajectories)]
+
+    samples = [branch("a/0", "a"), branch("b", ""), branch("a/1", "a"), branch("c", "")]
+    group = asyncio.run(score_group(samples, Last(), decode))
+    assert asked == ["a/1", "b", "c"]
+    assert [t.sample_id for t in group.trajectories] == ["a/0", "a/1", "b", "c"]
+    assert [s.value for s in group.scores] == [0, 0, 1, 2]
+    assert [list(rows) for rows in group.episodes] == [[0, 1], [2], [3]]
+    assert [s.value for s in group.episode_scores] == [0, 1, 2]
+
+
+def test_an_episode_is_dropped_as_a_whole():
+    class Dropping:
+        async def score(self, trajectories, texts):
+            return [DroppedSample(sample_id=t.sample_id, reason="bad") for t in trajectories]
+
+    group = asyncio.run(score_group([branch("a/0", "a"), branch("a/1", "a")], Dropping(), decode))
+    assert group.trajectories == ()
+    assert [sample.sample_id for sample in group.dropped] == ["a/1"]
+
+
+def test_what_was_earned_in_earlier_branches_keeps_its_place_and_the_weight_of_its_part():
+    samples = [branch("a/0", "a", rewards=(0, 0, 2.0)), branch("a/1", "a", rewards=(0, 1.0, 0), earned=3.5)]
+    reward = CombinedReward({"environment": EnvironmentReward(), "length": Lengths()}, {"environment": 0.5})
+    group = asyncio.run(score_group(samples, reward, decode))
+    assert [s.value for s in group.scores] == [0.5 * 3.5 + 3] * 2
+    assert [list(t.rewards) for t in group.trajectories] == [[0, 0, 1.0], [0, 0.5, 0]]
+
+
+def test_an_episode_has_one_score_and_stands_together():
+    one, other = Score(value=1.0), Score(value=0.0)
+    with pytest.raises(ValueError, match="episode 'a' have several scores"):
+        ScoredGroup(trajectories=(branch("a/0", "a"), branch("a/1", "a")), scores=(one, other))
+    with pytest.raises(ValueError, match="must stand together"):
+        ScoredGroup(trajectories=(branch("a/0", "a"), branch("b", ""), branch("a/1", "a")), scores=(one,) * 3)

@@ -19,6 +19,8 @@ class Episode:
     """The tokens of an episode so far, and columns of the same length with what is known of each token."""
 
     sample_id: str
+    attempt: int = 0
+    """How often it was tried before."""
     token_ids: PackedInts = field(default_factory=PackedInts)
     response_mask: PackedFlags = field(default_factory=PackedFlags)
     log_probs: PackedFloats = field(default_factory=PackedFloats)
@@ -61,7 +63,7 @@ class Episode:
         self.rewards[last] = self.rewards.get(last, 0.0) + amount
 
     def trajectory(self, group_id: str, metadata: Mapping[str, Any], ending: Ending) -> Trajectory:
-        """The finished trajectory. `metadata` gets `turns`, `ending` and `environment` (the numbers to log)."""
+        """The finished trajectory; `metadata` gets `turns`, `ending`, `earned`, `environment` (numbers to log)."""
         rewards = np.zeros(len(self.token_ids) if any(self.rewards.values()) else 0)
         for position, amount in self.rewards.items() if len(rewards) else ():
             rewards[position] = amount
@@ -74,7 +76,13 @@ class Episode:
             weight_versions=self.weight_versions,
             meaning=self.meaning,
             truncated=ending != "done" or self.finish_reason != "stop",
-            metadata={**metadata, "turns": self.turns, "ending": ending, "environment": dict(self.info)},
+            metadata={
+                **metadata,
+                "turns": self.turns,
+                "ending": ending,
+                "earned": float(sum(self.rewards.values())),
+                "environment": dict(self.info),
+            },
             rewards=rewards,
             images=tuple(self.images),
         )

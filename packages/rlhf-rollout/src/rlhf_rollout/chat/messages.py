@@ -1,4 +1,4 @@
-"""Chat messages as plain data: reduced to what matters, as templates want them, and as keys of a conversation."""
+"""Chat messages as plain data: checked, reduced to what matters, as templates want them, keys of a conversation."""
 
 from __future__ import annotations
 
@@ -11,28 +11,79 @@ from rlhf_core import DataError
 
 Message = Mapping[str, Any]
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+
 
 def plain_message(message: Message) -> dict[str, Any]:
     """A message without what does not matter: empty fields, and text in parts instead of a string.
 
     >>> plain_message({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
     {'role': 'user', 'content': 'hi'}
+
+    Raises:
+        DataError: no message, or one with fields or parts that no template shows.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"a message must be an object with a `role`, got {str(message)[:80]!r}")
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
-            raise DataError(
-                "only text can be in a message's `content`, given as a string or as parts of type `text`"
-            )
-        content = "".join(part["text"] for part in content)
-    plain = {"role": message["role"], "content": content}
+    role = message["role"]
+    if role not in _ROLES:
+        raise DataError(f"a message's `role` must be one of {', '.join(_ROLES)}, got {role[:80]!r}")
+    for name, value in message.items():
+        if name not in _FIELDS and value not in (None, [], {}):
+            raise DataError(f"a message's `{str(name)[:80]}` is not supported; leave it out")
+    # Clients send what newer models of OpenAI call the system's message.
+    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {"id": call.get("id"), "type": "function", "function": dict(call["function"])} for call in calls
-        ]
-    return plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+        if role != "assistant" or not isinstance(calls, list):
+            raise DataError("`tool_calls` must be a list, in a message of the assistant")
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    for name, value in (
+        ("name", message.get("name")),
+        ("tool_call_id", message.get("tool_call_id")),
+        ("reasoning_content", reasoning),
+    ):
+        if not value:
+            continue
+        if not isinstance(value, str):
+            raise DataError(f"a message's `{name}` must be a text, got {str(value)[:80]!r}")
+        plain[name] = value
+    return plain
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        raise DataError(
+            "only text can be in a message's `content`, given as a string or as parts of type `text`, each with "
+            f"its `text`; got {str(content)[:80]!r}"
+        )
+    return "".join(part["text"] for part in content)
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments", ""), str | Mapping)
+        or not isinstance(call.get("id") or "", str)
+        or call.get("type", "function") != "function"
+    ):
+        raise DataError(
+            'each of `tool_calls` must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": '
+            f'"..."}}}}, got {str(call)[:80]!r}'
+        )
+    named = {"name": function["name"], "arguments": function.get("arguments", "")}
+    return {"id": call.get("id"), "type": "function", "function": named}
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -53,15 +104,34 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     arguments = function.get("arguments")
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return arguments
 
 
-def digests(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
-    """For each message a hash of the tools and of all messages up to it, itself included."""
-    running = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
+def digests(messages: Sequence[Message], context: Any = ()) -> list[str]:
+    """For each message a hash of the context (tools, template options) and of the messages up to it, with itself.
+
+    Tool calls are compared by name and parsed arguments, and their ids by the places of the calls: clients write
+    JSON anew and rename calls. Reasoning, which clients may leave out, does not count.
+    """
+    running = hashlib.sha256(json.dumps(context, sort_keys=True).encode())
+    places: dict[str, int] = {}
     found = []
     for message in messages:
-        running.update(json.dumps(message, sort_keys=True).encode() + b"\n")
+        running.update(json.dumps(_essence(message, places), sort_keys=True).encode() + b"\n")
         found.append(running.copy().hexdigest())
     return found
+
+
+def _essence(message: Message, places: dict[str, int]) -> dict[str, Any]:
+    """What makes a message the same; `places` has the numbers of the calls by their ids, and is continued."""
+    essence = {name: value for name, value in message.items() if name != "reasoning_content"}
+    essence["content"] = essence.get("content") or ""
+    if calls := essence.pop("tool_calls", None):
+        for call in calls:
+            if call.get("id"):
+                places[call["id"]] = len(places)
+        essence["tool_calls"] = [[call["function"]["name"], _arguments(call["function"])] for call in calls]
+    if name := essence.pop("tool_call_id", None):
+        essence["tool_call"] = places.get(name, name)
+    return essence

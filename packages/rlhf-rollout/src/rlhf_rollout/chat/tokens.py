@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from rlhf_core import ConfigError, DataError
 from rlhf_rollout.chat.messages import Message, template_messages
 
 _SAMPLED = "(a turn that was sampled)"
+_EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 _STAND_IN: tuple[Message, ...] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})
 
 
@@ -28,9 +29,11 @@ class ChatTokens:
             )
         self.tokenizer = tokenizer
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
-        """Token ids of a whole conversation, ready for the assistant's next turn."""
-        return self.tokenise(self._render(messages, tools, generation=True))
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a whole conversation, ready for the assistant's next turn; `options` are the template's."""
+        return self.tokenise(self._render(messages, tools, generation=True, options=options))
 
     def reply(self, messages: Sequence[Message], *, last_token_id: int | None) -> tuple[int, ...]:
         """Token ids that lead from any sampled turn over new `messages` to the assistant's next turn.
@@ -45,7 +48,13 @@ class ChatTokens:
         return self.tokenise(self._unsaid(self._behind_stand_in(messages, generation=True), last_token_id))
 
     def continuation(
-        self, messages: Sequence[Message], tools: Sequence[Any], *, turn: int, last_token_id: int | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        turn: int,
+        last_token_id: int | None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...] | None:
         """Token ids that lead from a sampled turn, `messages[turn]`, to the assistant's next turn.
 
@@ -54,16 +63,20 @@ class ChatTokens:
             tools: tool definitions that the template shows.
             turn: index of an assistant message whose tokens are known.
             last_token_id: as in `reply`.
+            options: further variables of the template.
 
         Returns None where the template writes the past differently once there is more (some drop old reasoning), or
         ends this turn in a way of its own: then no continuation gives what the template would.
         """
-        before = self._render(messages[:turn], tools, generation=True)
-        upto = self._render(messages[: turn + 1], tools)
-        whole = self._render(messages, tools, generation=True)
-        if not (upto.startswith(before) and whole.startswith(upto) and upto.endswith(self._turn_end)):
+        before = self._render(messages[:turn], tools, generation=True, options=options)
+        upto = self._render(messages[: turn + 1], tools, options=options)
+        whole = self._render(messages, tools, generation=True, options=options)
+        if not (upto.startswith(before) and upto.endswith(self._turn_end)):
             return None
-        return self.tokenise(self._unsaid(self._turn_end, last_token_id) + whole[len(upto) :])
+        for past in (upto, _without_empty_thought(before, upto)):
+            if whole.startswith(past):
+                return self.tokenise(self._unsaid(self._turn_end, last_token_id) + whole[len(past) :])
+        return None
 
     def tokenise(self, text: str) -> tuple[int, ...]:
         """Token ids of text, without special tokens around it."""
@@ -100,13 +113,30 @@ class ChatTokens:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return frozenset(self.tokenizer.all_special_ids) | frozenset(added)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, generation: bool = False) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        generation: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 template_messages(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation,
+                **(options or {}),
             )
         except Exception as error:  # jinja2's errors, and whatever a template raises on roles it does not know
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def _without_empty_thought(before: str, upto: str) -> str:
+    """The text up to a turn as some templates write it once more follows: without the turn's empty thought.
+
+    The policy has the empty thought behind it all the same, and nothing is lost to it.
+    """
+    start = len(before.removesuffix(_EMPTY_THOUGHT))
+    return upto[:start] + upto[start:].removeprefix(_EMPTY_THOUGHT)

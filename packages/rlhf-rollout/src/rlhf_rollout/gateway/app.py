@@ -5,8 +5,8 @@ with its token ids, log-probs and weight versions, and comes out as trajectories
 model as the very tokens that were sampled.
 
     with Gateway(backend, tokenizer, GatewayConfig(model="policy", max_model_len=8192)) as gateway:
-        url = gateway.open_session("task-7/0", group_id="task-7", metadata={"answer": "42"})
-        await run_agent(AsyncOpenAI(base_url=url, api_key=gateway.api_key))
+        access = gateway.open_session("task-7/0", group_id="task-7", metadata={"answer": "42"})
+        await run_agent(AsyncOpenAI(base_url=access.url, api_key=access.api_key))
         trajectories = gateway.close_session("task-7/0")
 
 Needs the extra `gateway`.
@@ -14,50 +14,31 @@ Needs the extra `gateway`.
 
 from __future__ import annotations
 
-import hmac
-import itertools
+import logging
 import secrets
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
-from rlhf_core import (
-    ConfigError,
-    DataError,
-    GenerationRequest,
-    GenerationResult,
-    PackedInts,
-    RLHFError,
-    Sample,
-    Trajectory,
-)
+from rlhf_core import ConfigError, RLHFError, SamplingConfig, Trajectory
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from rlhf_rollout.chat.messages import plain_message
-from rlhf_rollout.chat.tokens import ChatTokens
 from rlhf_rollout.chat.tool_calls import ToolCallParser, tagged_json, tool_call_parser
-from rlhf_rollout.gateway.answers import Answer
+from rlhf_rollout.gateway.bodies import read_body
 from rlhf_rollout.gateway.config import GatewayConfig
-from rlhf_rollout.gateway.http import (
-    ServerThread,
-    error_body,
-    error_response,
-    read_body,
-    server_event,
-    status_of,
-    unless_gone,
-)
-from rlhf_rollout.gateway.requests import read_prompt, read_settings
-from rlhf_rollout.gateway.sessions import RecordedSession, TurnPrompt
-from rlhf_rollout.gateway.stream import ClientRequest, stream_chunks
+from rlhf_rollout.gateway.http import AccessDenied, ServerThread, error_response, sent_key, status_of
+from rlhf_rollout.gateway.open_sessions import OpenSessions, SessionAccess, same_secret
+from rlhf_rollout.gateway.service import Asked, Endpoint, Service
+from rlhf_rollout.gateway.session_turns import OpenSession, SessionLimits, TurnUnderWay
+from rlhf_rollout.gateway.sessions import RecordedSession
 from rlhf_rollout.generator import Generator
+
+_log = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -76,21 +57,25 @@ class Gateway:
         parse_tool_calls: ToolCallParser | None = None,
     ) -> None:
         self.api_key = config.api_key or secrets.token_urlsafe(32)
-        self._backend = backend
-        self._tokens = ChatTokens(tokenizer)
+        """The master key: it opens everything. Agents get the keys of their sessions."""
         self._config = config
-        self._parse = parse_tool_calls or tool_call_parser(tokenizer) or tagged_json
-        self._sessions: dict[str, RecordedSession] = {}
+        service = Service(
+            backend, tokenizer, config, parse_tool_calls or tool_call_parser(tokenizer) or tagged_json
+        )
+        self._sessions = OpenSessions(most=config.max_sessions, idle_s=config.session_idle_s)
         self._server: ServerThread | None = None
-        self._numbers = itertools.count()
         endpoints = [
-            ("/v1/models", self._models, "GET"),
-            ("/v1/chat/completions", self._chat, "POST"),
-            ("/v1/completions", self._completions, "POST"),
+            ("/openapi.json", service.schema, "GET"),
+            ("/v1/models", service.models, "GET"),
+            ("/v1/models/{model:path}", service.model, "GET"),
+            ("/v1/chat/completions", service.chat, "POST"),
+            ("/v1/completions", service.completions, "POST"),
+            ("/v1/messages", service.messages, "POST"),
+            ("/v1/responses", service.responses, "POST"),
         ]
         self.app = Starlette(
             routes=[
-                Route(prefix + path, self._guarded(endpoint), methods=[method])
+                Route(prefix + path, _Served(partial(self._answer, endpoint)), methods=[method])
                 for prefix in ("", "/sessions/{session:path}")
                 for path, endpoint, method in endpoints
             ]
@@ -102,7 +87,7 @@ class Gateway:
     def start(self) -> str:
         """Listen; returns the base URL for clients without a session."""
         config = self._config
-        self._server = ServerThread(self.app, host=config.host, port=config.port)
+        self._server = ServerThread(self.app, host=config.host, port=config.port, headers_s=config.request_s)
         return self.url
 
     @property
@@ -126,39 +111,61 @@ class Gateway:
     # ------------------------------------------------------------ sessions
 
     def open_session(
-        self, session_id: str, *, group_id: str | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> str:
-        """Begin to record; returns the base URL for the session's client.
+        self,
+        session_id: str,
+        *,
+        group_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: SamplingConfig | None = None,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        deadline_s: float | None = None,
+    ) -> SessionAccess:
+        """Begin to record; returns what the session's client needs.
 
         Args:
             session_id: unique among the open sessions.
             group_id: shared by the sessions of one task; the session's own id if not given.
             metadata: goes into the trajectories.
+            sampling: fixed settings of the session's turns, in place of those of the configuration.
+            max_turns: samples in all; a request beyond them is refused.
+            max_tokens: sampled tokens in all; turns are cut at what is left, a request beyond them is refused.
+            deadline_s: seconds from now after which turns are aborted and refused.
+
+        Raises:
+            ConfigError: the name is taken or cannot stand in a URL, a limit is not positive, or too many sessions
+                are open.
         """
-        if not session_id or session_id in self._sessions:
-            raise ConfigError(
-                f"gateway: session {session_id!r} is open already, or has no name; choose another name"
-            )
-        self._sessions[session_id] = RecordedSession(
-            session_id=session_id, group_id=group_id or session_id, metadata=metadata or {}
-        )
-        return f"{self._address}/sessions/{quote(session_id)}/v1"
+        limits = SessionLimits(sampling=sampling, max_turns=max_turns, max_tokens=max_tokens, deadline_s=deadline_s)
+        record = RecordedSession(session_id=session_id, group_id=group_id or session_id, metadata=metadata or {})
+        return self._sessions.open(record, limits, self._address)
 
     def session(self, session_id: str) -> RecordedSession:
-        """The open session of this id.
+        """What is recorded of the open session of this id.
 
         Raises:
             ConfigError: there is no such session.
         """
-        if session_id not in self._sessions:
-            raise ConfigError(f"gateway: no open session {session_id!r}")
-        return self._sessions[session_id]
+        return self._sessions.get(session_id).record
 
     def close_session(self, session_id: str) -> list[Trajectory]:
-        """End a session and return what was recorded; its URL answers no longer."""
-        trajectories = self.session(session_id).trajectories()
-        del self._sessions[session_id]
-        return trajectories
+        """End a session and return what was recorded; its URL answers no longer.
+
+        Blocks until its turns under way are recorded, `close_wait_s` at most; what is left then is aborted. On an
+        event loop that serves the gateway or its backend, call it through `asyncio.to_thread`.
+
+        Raises:
+            ConfigError: there is no such session.
+        """
+        return self._sessions.close(session_id, wait_s=self._config.close_wait_s)
+
+    def drop_session(self, session_id: str) -> None:
+        """End a session at once and forget it; its turns under way are aborted.
+
+        Raises:
+            ConfigError: there is no such session.
+        """
+        self._sessions.drop(session_id, "it was dropped")
 
     @property
     def _address(self) -> str:
@@ -166,109 +173,49 @@ class Gateway:
             raise ConfigError("gateway: it does not listen yet; call start() or use it in a `with` block")
         return self._server.address
 
-    # ------------------------------------------------------------ endpoints
+    # ------------------------------------------------------------ requests
 
-    def _guarded(
-        self, endpoint: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint behind the API key, with errors as clients understand them."""
-
-        async def guarded(request: Request) -> Response:
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.api_key.encode()):
-                return error_response(401, "wrong or missing API key; send it as `Authorization: Bearer <key>`")
-            session = request.path_params.get("session")
-            if session is not None and session not in self._sessions:
-                return error_response(404, f"there is no open session {session!r}")
+    async def _answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, behind the keys, with errors as clients understand them."""
+        request = Request(scope, receive, send)
+        with ExitStack() as turns:
             try:
-                return await endpoint(request)
+                session = self._admitted(request)
+                text = await read_body(request, most=self._config.max_body_bytes, seconds=self._config.request_s)
+                turn = turns.enter_context(TurnUnderWay(session)) if session is not None else None
+                response = await endpoint(Asked(request=request, text=text, turn=turn))
             except RLHFError as error:
-                return error_response(status_of(error), str(error))
+                response = error_response(status_of(error), str(error))
+            except ClientDisconnect:
+                return
+            except Exception as error:
+                _log.exception("a request could not be answered")
+                response = error_response(500, f"the gateway failed: {type(error).__name__}")
+            await response(scope, receive, send)
 
-        return guarded
+    def _admitted(self, request: Request) -> OpenSession | None:
+        """The session that a request is for, if any.
 
-    async def _models(self, request: Request) -> Response:
-        model = {
-            "id": self._config.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rlhf",
-            "max_model_len": self._config.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def _chat(self, request: Request) -> Response:
-        body = await read_body(request, most=self._config.max_body_bytes, model=self._config.model)
-        if not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise DataError("`messages` must be a list with at least one message")
-        messages = [plain_message(message) for message in body["messages"]]
-        tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or [])
+        Raises:
+            AccessDenied: the key opens neither the gateway nor the session, or there is no such session.
+        """
+        key = sent_key(request)
         name = request.path_params.get("session")
-        session = self._sessions[name] if name is not None else None
-        if session is not None:
-            prompt = session.prompt(self._tokens, messages, tools)
-        else:
-            prompt = TurnPrompt(parent=None, context=PackedInts(self._tokens.prompt(messages, tools)))
-        work = self._work(body, prompt.token_ids, kind="chat.completion")
-        work = replace(work, session=session, prompt=prompt, messages=messages, tools=tools)
-        if work.answer.asked.stream:
-            return self._stream(work)
-        result = await unless_gone(request, self._backend.generate(work.generation))
-        if result is None:
-            return Response(status_code=499)
-        told = [self._record(work, sample, result) for sample in result.samples]
-        return JSONResponse(work.answer.chat(result.samples, told))
+        session = self._sessions.find(name) if name is not None else None
+        if same_secret(key, self.api_key):
+            if name is not None and session is None:
+                raise AccessDenied(404, f"there is no open session {name!r}")
+        elif session is None or not same_secret(key, session.api_key):
+            which = "the API key is missing or wrong" + (", or its session is no longer open" if name else "")
+            raise AccessDenied(401, f"{which}; send it as `Authorization: Bearer <key>` or `x-api-key: <key>`")
+        return session
 
-    async def _completions(self, request: Request) -> Response:
-        body = await read_body(request, most=self._config.max_body_bytes, model=self._config.model)
-        work = self._work(body, PackedInts(read_prompt(body, self._tokens.tokenizer)), kind="text_completion")
-        if work.answer.asked.stream:
-            return self._stream(work)
-        result = await unless_gone(request, self._backend.generate(work.generation))
-        if result is None:
-            return Response(status_code=499)
-        return JSONResponse(work.answer.completion(result.samples))
 
-    def _work(self, body: Mapping[str, Any], prompt: PackedInts, *, kind: str) -> ClientRequest:
-        config = self._config
-        asked = read_settings(body, room=config.max_model_len - len(prompt), fixed=config.sampling)
-        answer = Answer(
-            kind=kind,
-            model=config.model,
-            created=int(time.time()),
-            answer_id=f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}",
-            prompt_token_ids=prompt,
-            tokenizer=self._tokens.tokenizer,
-            asked=asked,
-        )
-        generation = GenerationRequest(
-            request_id=f"gateway/{next(self._numbers)}",
-            prompt_token_ids=prompt,
-            sampling=asked.sampling,
-            n=asked.n,
-            seed=asked.seed,
-        )
-        return ClientRequest(answer=answer, generation=generation)
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """An ASGI application of one endpoint: a turn is under way until its answer is sent."""
 
-    def _record(self, work: ClientRequest, sample: Sample, result: GenerationResult) -> Mapping[str, Any]:
-        """The answer as a message, kept in the session if there is one."""
-        message = work.answer.message(sample, self._parse if work.tools else None)
-        if work.session is not None and work.prompt is not None:
-            messages = [*work.messages, plain_message(message)]
-            work.session.record(work.prompt, sample, result.meaning, messages=messages, tools=work.tools)
-        return message
+    answer: Callable[[Scope, Receive, Send], Awaitable[None]]
 
-    # ------------------------------------------------------------ streams
-
-    def _stream(self, work: ClientRequest) -> Response:
-        # Starlette cancels the iterator when the client goes away, and with it the request in the backend.
-        return StreamingResponse(self._events(work), media_type="text/event-stream")
-
-    async def _events(self, work: ClientRequest) -> AsyncIterator[str]:
-        try:
-            tell = partial(self._record, work)
-            async for chunk in stream_chunks(self._backend, work, tell, slice_tokens=self._config.stream_tokens):
-                yield server_event(chunk)
-        except RLHFError as error:
-            yield server_event({"error": error_body(status_of(error), str(error))})
-        yield "data: [DONE]\n\n"
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(scope, receive, send)

@@ -6,17 +6,67 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
-from rlhf_core import ConfigError, DataError, DeadlineExceeded, RLHFError, UserError
+from rlhf_core import ConfigError, DeadlineExceeded, RLHFError, UserError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from rlhf_rollout.gateway.session_turns import SessionRefused
 
 T = TypeVar("T")
 
 _STOP_S = 30.0
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep a connection that idles: who closes it first loses a request that is on its way."""
+
+
+_HTTPProtocol: Any = AutoHTTPProtocol
+"""uvicorn's, of which there are two with the same attributes."""
+
+
+class _HurriedProtocol(_HTTPProtocol):
+    """Closes connections of clients who send half of a request's head and no more."""
+
+    def __init__(self, *arguments: Any, patience_s: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._patience_s = patience_s
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._relax()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if not self._waits():
+            self._relax()
+        elif self._late is None:
+            self._late = self.loop.call_later(self._patience_s, self._give_up)
+
+    def _waits(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _relax(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        self._late = None
+        if self._waits():
+            self.transport.close()
 
 
 class ServerThread:
@@ -26,7 +76,8 @@ class ServerThread:
         ConfigError: the address is taken, or is not this machine's.
     """
 
-    def __init__(self, app: Any, *, host: str, port: int) -> None:
+    def __init__(self, app: Any, *, host: str, port: int, headers_s: float = 30.0) -> None:
+        """Connections whose next request has no whole head within `headers_s` are closed."""
         try:
             # Bound here and handed over open, so that nobody can take the port in between.
             self._socket = socket.create_server((host, port))
@@ -34,7 +85,14 @@ class ServerThread:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another port (0: any)") from error
         self.address = f"http://{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=5
+            app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            http=partial(_HurriedProtocol, patience_s=headers_s),  # type: ignore[arg-type]
+            ws="none",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -51,31 +109,26 @@ class ServerThread:
         self._socket.close()
 
 
-async def read_body(request: Request, *, most: int, model: str) -> Mapping[str, Any]:
-    """The JSON object that a client sent.
+class AccessDenied(RLHFError):
+    """A request without the right key, or for a session that is not open."""
 
-    Raises:
-        DataError: the body is larger than `most` bytes, is not a JSON object, or asks for another model.
-    """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise DataError(f"the request is larger than {most} bytes")
-        parts.append(part)
-    try:
-        body = json.loads(b"".join(parts))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"the request is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise DataError(f"the request must be a JSON object, got a {type(body).__name__}")
-    if body.get("model") != model:
-        raise DataError(f"there is no model {body.get('model')!r} here; this is {model!r}")
-    return body
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def sent_key(request: Request) -> str:
+    """The API key of a request, as OpenAI's or Anthropic's clients send it; empty if there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def status_of(error: RLHFError) -> int:
-    """The HTTP status of an error: 400 for what the client can mend, else 503."""
+    """The HTTP status of an error: 400 for what the client can mend, 403 for what its session may not, else 503."""
+    if isinstance(error, AccessDenied):
+        return error.status
+    if isinstance(error, SessionRefused):
+        return 403
     return 400 if isinstance(error, UserError) else 503
 
 
@@ -95,17 +148,31 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         working.cancel()
 
 
-def server_event(chunk: Mapping[str, Any]) -> str:
-    """One event of a stream."""
-    return f"data: {json.dumps(chunk)}\n\n"
+def server_event(chunk: Mapping[str, Any], name: str = "") -> str:
+    """One event of a stream, with a name if the API gives it one."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(chunk)}\n\n"
+
+
+async def named_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events of a stream; an error becomes its last one."""
+    try:
+        async for event in events:
+            yield event
+    except RLHFError as error:
+        yield server_event(error_body(status_of(error), str(error)), "error")
 
 
 def error_response(status: int, message: str) -> Response:
     """An answer that says what went wrong."""
-    return JSONResponse({"error": error_body(status, message)}, status_code=status)
+    return json_response(error_body(status, message), status)
+
+
+def json_response(answer: Mapping[str, Any], status: int = 200) -> Response:
+    """An answer of plain ASCII: what was sampled may hold halves of characters, which have no UTF-8."""
+    return Response(json.dumps(answer), status_code=status, media_type="application/json")
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """An error in the API's form."""
+    """An error in a form that OpenAI's and Anthropic's clients both read."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"message": message, "type": kind, "param": None, "code": status}
+    return {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": status}}

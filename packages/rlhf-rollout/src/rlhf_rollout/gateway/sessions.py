@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core import LogProbMeaning, PackedFlags, PackedFloats, PackedInts, Sample, Trajectory
+from rlhf_core import DataError, LogProbMeaning, PackedFlags, PackedFloats, PackedInts, Sample, Trajectory
 
 from rlhf_rollout.chat.messages import Message, digests
 from rlhf_rollout.chat.tokens import ChatTokens
@@ -25,6 +25,8 @@ class RecordedTurn:
     """Tokens since the parent's last one: templates, users, tools. The whole prompt if there is no parent."""
     sample: Sample
     meaning: LogProbMeaning
+    reasoning: str = ""
+    """What the turn said as reasoning: clients leave it out of the history, the template may want it."""
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -57,7 +59,7 @@ class TurnPrompt:
 
 @dataclass(slots=True, kw_only=True)
 class RecordedSession:
-    """The turns of one agent run. Used by one thread at a time."""
+    """The turns of one agent run. Prompts may be made by several threads while one records."""
 
     session_id: str
     group_id: str
@@ -68,23 +70,50 @@ class RecordedSession:
     misses: int = 0
     """Requests with an assistant's turn that was not sampled here, or that the client or the template changed; the
     conversation was tokenised anew for them."""
+    rewards: tuple[float, ...] = ()
+    """Of each turn, in the order of `turns`; what is missing at the end is 0."""
     _known: dict[str, RecordedTurn] = field(default_factory=dict)
 
-    def prompt(self, tokens: ChatTokens, messages: Sequence[Message], tools: Sequence[Any]) -> TurnPrompt:
-        """The prompt for the next turn, on top of the longest recorded conversation that `messages` begin with."""
-        hashes = digests(messages, tools)
+    def prompt(
+        self,
+        tokens: ChatTokens,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        options: Mapping[str, Any] | None = None,
+    ) -> TurnPrompt:
+        """The prompt for the next turn, on top of the longest recorded conversation that `messages` begin with.
+
+        `options` are further variables of the chat template.
+        """
+        hashes = digests(messages, [list(tools), options or {}])
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = [
+            {**message, "reasoning_content": turn.reasoning}
+            if (turn := self._known.get(digest)) is not None and turn.reasoning
+            else message
+            for message, digest in zip(messages, hashes, strict=True)
+        ]
         for index in reversed(spoken):
             turn = self._known.get(hashes[index])
             if turn is None:
                 continue
             last = turn.sample.token_ids[-1] if turn.sample.token_ids else None
-            context = tokens.continuation(messages, tools, turn=index, last_token_id=last)
+            context = tokens.continuation(messages, tools, turn=index, last_token_id=last, options=options)
             if context is not None:
                 self.misses += index != spoken[-1]
                 return TurnPrompt(parent=turn, context=PackedInts(context))
         self.misses += bool(spoken)
-        return TurnPrompt(parent=None, context=PackedInts(tokens.prompt(messages, tools)))
+        return TurnPrompt(parent=None, context=PackedInts(tokens.prompt(messages, tools, options)))
+
+    def prompt_of_tokens(self, token_ids: PackedInts) -> TurnPrompt:
+        """The prompt for a completion of `token_ids`, on top of the longest recorded turn that they begin with."""
+        best: RecordedTurn | None = None
+        said = PackedInts()
+        for turn in tuple(self.turns):
+            known = turn.token_ids
+            if len(said) < len(known) <= len(token_ids) and token_ids[: len(known)] == known:
+                best, said = turn, known
+        return TurnPrompt(parent=best, context=token_ids[len(said) :])
 
     def record(
         self,
@@ -92,14 +121,32 @@ class RecordedSession:
         sample: Sample,
         meaning: LogProbMeaning,
         *,
-        messages: Sequence[Message],
-        tools: Sequence[Any],
+        messages: Sequence[Message] | None,
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> RecordedTurn:
-        """Keep a sampled turn; `messages` end with the answer as the client was told it."""
-        turn = RecordedTurn(parent=prompt.parent, context=prompt.context, sample=sample, meaning=meaning)
+        """Keep a sampled turn; `messages` end with the answer as the client was told it. A completion has none."""
+        turn = RecordedTurn(
+            parent=prompt.parent,
+            context=prompt.context,
+            sample=sample,
+            meaning=meaning,
+            reasoning=messages[-1].get("reasoning_content", "") if messages else "",
+        )
         self.turns.append(turn)
-        self._known[digests(messages, tools)[-1]] = turn
+        if messages is not None:
+            self._known[digests(messages, [list(tools), options or {}])[-1]] = turn
         return turn
+
+    def reward_turns(self, rewards: Sequence[float]) -> None:
+        """Say what each turn earned, in the order in which the turns were sampled.
+
+        Raises:
+            DataError: there are fewer turns.
+        """
+        if len(rewards) > len(self.turns):
+            raise DataError(f"there are rewards for {len(rewards)} turns, and {len(self.turns)} were sampled")
+        self.rewards = tuple(rewards)
 
     def trajectories(self) -> list[Trajectory]:
         """One trajectory per conversation, in the order of their last turns.
@@ -142,7 +189,18 @@ class RecordedSession:
             meaning=meaning,
             truncated=path[-1].sample.finish_reason != "stop",
             metadata=self.metadata,
+            rewards=self._rewards(path, chosen),
         )
+
+    def _rewards(self, path: list[RecordedTurn], chosen: set[int]) -> list[float]:
+        """The rewards of the trained turns at their last tokens; empty if there are none."""
+        given = {id(turn): reward for turn, reward in zip(self.turns, self.rewards, strict=False)}
+        placed: list[float] = []
+        for turn in path:
+            placed += [0.0] * (len(turn.context) + turn.sample.length)
+            if id(turn) in chosen:
+                placed[-1] += given.get(id(turn), 0.0)
+        return placed if any(placed) else []
 
 
 def _parts(turn: RecordedTurn, *, trained: bool) -> list[tuple[PackedInts, Sample | None]]:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core import GenerationRequest, GenerationResult, PackedFloats, PackedInts, Sample
+import numpy as np
+from rlhf_core import (
+    EngineDiedError,
+    GenerationRequest,
+    GenerationResult,
+    PackedFloats,
+    PackedInts,
+    RLHFError,
+    Sample,
+)
 
-from rlhf_rollout.gateway.answers import Answer, TextPieces
-from rlhf_rollout.gateway.sessions import RecordedSession, TurnPrompt
+from rlhf_rollout.gateway.apis.answers import Answer, TextPieces
+from rlhf_rollout.gateway.apis.chat_form import ChatForm
+from rlhf_rollout.gateway.session_turns import TurnUnderWay
+from rlhf_rollout.gateway.sessions import TurnPrompt
 from rlhf_rollout.generator import Generator
 
 
@@ -20,20 +31,51 @@ class ClientRequest:
 
     answer: Answer
     generation: GenerationRequest
-    session: RecordedSession | None = None
-    prompt: TurnPrompt | None = None
-    messages: Sequence[Mapping[str, Any]] = ()
-    tools: Sequence[Any] = ()
+    prompt: TurnPrompt
+    turn: TurnUnderWay | None = None
+    """The turn of the session that records the answer, if one does."""
+    form: ChatForm | None = None
+    """The conversation; None for a completion."""
+
+    def through(self, backend: Generator) -> Generator:
+        """The backend for this request: it ends with the session, and its failures are named."""
+        return _CheckedGenerator(backend, self.turn)
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedGenerator:
+    """A backend whose requests end with the session, if there is one, and whose failures are named."""
+
+    backend: Generator
+    turn: TurnUnderWay | None
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        try:
+            work = self.backend.generate(request)
+            result = await (work if self.turn is None else self.turn.sample(work))
+        except RLHFError:
+            raise
+        except Exception as error:
+            raise EngineDiedError(f"the backend failed: {type(error).__name__}: {error}") from error
+        for sample in result.samples:
+            if not np.isfinite(np.asarray(sample.log_probs)).all():
+                raise EngineDiedError(
+                    "the backend returned a log-prob that is not finite; nothing is recorded of it"
+                )
+        return result
 
 
 async def stream_chunks(
     backend: Generator,
     work: ClientRequest,
-    tell: Callable[[Sample, GenerationResult], Mapping[str, Any]],
+    tell: Callable[[Sample, GenerationResult], Awaitable[Mapping[str, Any]]],
     *,
     slice_tokens: int,
 ) -> AsyncIterator[Mapping[str, Any]]:
-    """The chunks of a chat or completion answer. `tell` makes a complete sample a message, and records it."""
+    """The chunks of a chat or completion answer.
+
+    `tell` records a complete sample, and makes it a message of a chat.
+    """
     answer, chat = work.answer, work.answer.kind == "chat.completion"
     parts: list[GenerationResult] = []
     pieces = TextPieces(lambda tokens: answer.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -51,7 +93,9 @@ async def stream_chunks(
             yield answer.delta(index, "", None, first=True)
         result = await backend.generate(work.generation)
     for index, sample in enumerate(result.samples):
-        message = tell(sample, result) if chat else {}
+        message = await tell(sample, result)
+        if message.get("reasoning_content"):
+            yield answer.thought(index, message)
         text = (message.get("content") or "") if chat else answer.text(sample)
         if rest := pieces.finish(text) if sliced else text:
             yield answer.delta(index, rest, None if sliced else sample)
@@ -63,12 +107,14 @@ async def stream_chunks(
 
 
 def _can_be_sliced(work: ClientRequest) -> bool:
-    """Whether to sample in slices: stops and tool calls may span them, and a seed gives other tokens in slices."""
+    """Whether to sample in slices: stops, thoughts and calls may span them; seeds and penalties differ."""
     sampling, generation = work.generation.sampling, work.generation
     return (
         generation.n == 1
         and generation.seed is None
-        and not (sampling.stop or sampling.stop_token_ids or work.tools)
+        and work.answer.thinking is None
+        and not sampling.counts_sampled
+        and not (sampling.stop or sampling.stop_token_ids or (work.form is not None and work.form.tools))
     )
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf_core import Closable, ConfigError, DroppedSample, RewardFunction, Score, Trajectory, check_scores
+from rlhf_core import (
+    Closable,
+    ConfigError,
+    DroppedSample,
+    PlacesRewards,
+    RewardFunction,
+    Score,
+    Trajectory,
+    check_scores,
+)
 
 from rlhf_rollout.concurrency import gather_or_cancel
 
@@ -37,6 +46,16 @@ class CombinedReward:
         for name, scores in zip(self._rewards, parts, strict=True):
             check_scores(scores, trajectories, source=name)
         return [self._sum(dict(zip(self._rewards, row, strict=True))) for row in zip(*parts, strict=True)]
+
+    def placed(self, trajectory: Trajectory) -> Sequence[float]:
+        """See PlacesRewards."""
+        total: list[float] = []
+        for name, reward in self._rewards.items():
+            part = reward.placed(trajectory) if isinstance(reward, PlacesRewards) else ()
+            if len(part):
+                before = total or [0.0] * len(part)
+                total = [a + self._weights[name] * b for a, b in zip(before, part, strict=True)]
+        return total
 
     def close(self) -> None:
         """Close all parts that have a `close`."""

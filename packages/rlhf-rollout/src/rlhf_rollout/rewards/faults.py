@@ -14,6 +14,7 @@ from rlhf_core import (
     ConfigError,
     DroppedSample,
     EngineDiedError,
+    PlacesRewards,
     RewardError,
     RewardFunction,
     Score,
@@ -93,6 +94,10 @@ class RobustReward:
             RewardError: `then` is stop, or too many samples in a row were dropped.
         """
         return await self._score(trajectories, texts, attempts=self._handling.attempts)
+
+    def placed(self, trajectory: Trajectory) -> Sequence[float]:
+        """See PlacesRewards."""
+        return self._reward.placed(trajectory) if isinstance(self._reward, PlacesRewards) else ()
 
     def close(self) -> None:
         """Close the wrapped reward, if it has a `close`."""

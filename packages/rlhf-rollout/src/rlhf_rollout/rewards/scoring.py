@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rlhf_core import (
     DroppedSample,
+    PlacesRewards,
     RewardFunction,
     Score,
     Trajectory,
@@ -25,8 +26,8 @@ class ScoredGroup:
     """The samples of one prompt with their scores: what generation hands to training."""
 
     trajectories: tuple[Trajectory, ...]
-    """Those that have a score. Where a score says at which tokens its parts fell, these are the trajectory's
-    `rewards`."""
+    """Those that have a score; those of one episode stand together and have one score. Where a score says at which
+    tokens its parts fell, these are the trajectory's `rewards`."""
     scores: tuple[Score, ...]
     """One per trajectory."""
     dropped: tuple[DroppedSample, ...] = ()
@@ -37,6 +38,24 @@ class ScoredGroup:
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.scores):
             raise ValueError(f"a group of {len(self.trajectories)} trajectories has {len(self.scores)} scores")
+        for branches in self.episodes:
+            if len({self.scores[row].value for row in branches}) > 1:
+                name = self.trajectories[branches[0]].episode_id
+                raise ValueError(f"the trajectories of episode {name!r} have several scores; an episode has one")
+
+    @property
+    def episodes(self) -> tuple[range, ...]:
+        """The places of each episode's trajectories."""
+        names = [_episode_of(place, trajectory) for place, trajectory in enumerate(self.trajectories)]
+        starts = [row for row, name in enumerate(names) if not row or name != names[row - 1]]
+        if len({names[row] for row in starts}) != len(starts):
+            raise ValueError("the trajectories of an episode must stand together in their group")
+        return tuple(map(range, starts, [*starts[1:], len(names)]))
+
+    @property
+    def episode_scores(self) -> list[Score]:
+        """One per episode: that of its last trajectory."""
+        return [self.scores[rows[-1]] for rows in self.episodes]
 
     @property
     def scores_differ(self) -> bool:
@@ -55,6 +74,8 @@ async def score_group(
 ) -> ScoredGroup:
     """Score the finished samples of one prompt.
 
+    The reward is asked about the last trajectory of each episode; the others of the episode have its score.
+
     Args:
         samples: trajectories, and what an environment dropped.
         reward: is not asked if there is no trajectory.
@@ -67,13 +88,33 @@ async def score_group(
     lost = [sample for sample in samples if isinstance(sample, DroppedSample)]
     if not trajectories:
         return ScoredGroup(trajectories=(), scores=(), dropped=tuple(lost))
-    texts = await asyncio.to_thread(decode, trajectories)
-    scores = await reward.score(trajectories, texts)
+    by_name: dict[object, list[Trajectory]] = {}
+    for place, trajectory in enumerate(trajectories):
+        by_name.setdefault(_episode_of(place, trajectory), []).append(trajectory)
+    episodes = {id(branches[-1]): branches for branches in by_name.values()}
+    finals = [branches[-1] for branches in by_name.values()]
+    texts = await asyncio.to_thread(decode, finals)
+    scores = await reward.score(finals, texts)
     note_progress("scores", len(scores))
-    check_scores(scores, trajectories, source=getattr(reward, "name", type(reward).__name__))
-    kept, values, dropped = keep_scored(trajectories, scores)
-    placed = [replace(t, rewards=s.rewards) if s.rewards else t for t, s in zip(kept, values, strict=True)]
-    return ScoredGroup(trajectories=tuple(placed), scores=tuple(values), dropped=(*lost, *dropped))
+    check_scores(scores, finals, source=getattr(reward, "name", type(reward).__name__))
+    kept, values, dropped = keep_scored(finals, scores)
+    placed: list[Trajectory] = []
+    scored: list[Score] = []
+    for final, score in zip(kept, values, strict=True):
+        earlier = [_placed(branch, reward) for branch in episodes[id(final)][:-1]]
+        placed += [*earlier, replace(final, rewards=score.rewards) if score.rewards else final]
+        scored += [*(replace(score, rewards=branch.rewards) for branch in earlier), score]
+    return ScoredGroup(trajectories=tuple(placed), scores=tuple(scored), dropped=(*lost, *dropped))
+
+
+def _episode_of(place: int, trajectory: Trajectory) -> object:
+    """What trajectories of one episode have in common; one that has its episode's own id is all of it."""
+    return place if trajectory.episode_id == trajectory.sample_id else trajectory.episode_id
+
+
+def _placed(branch: Trajectory, reward: RewardFunction) -> Trajectory:
+    """A trajectory that is not the last of its episode, with what the reward pays at its tokens."""
+    return replace(branch, rewards=reward.placed(branch) if isinstance(reward, PlacesRewards) else ())
 
 
 async def score_as_finished(

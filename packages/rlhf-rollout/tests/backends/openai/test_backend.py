@@ -35,7 +35,8 @@ class TestThroughTheGateway(SamplingChecks):
 
         def start(config):
             served = TransformersBackend(config)
-            settings = GatewayConfig(model="policy", max_model_len=cls.max_model_len, api_key="secret")
+            limits = {"max_model_len": cls.max_model_len, "vocab_size": cls.vocab_size}
+            settings = GatewayConfig(model="policy", api_key="secret", **limits)
             gateway = Gateway(served, byte_tokenizer(), settings)
             started.extend([gateway, served])
             options = {
@@ -59,12 +60,6 @@ class TestThroughTheGateway(SamplingChecks):
         for refused in (backend.pause(), backend.connect(None, 0), backend.receive_weights(None)):
             with pytest.raises(CapabilityError, match="evaluation and rejection"):
                 self.run(refused)
-
-    def test_stop_strings_end_a_sample_or_are_refused(self, backend, model_path):
-        """It is the server that refuses them here; its reason comes through."""
-        request = self.request(sampling=SamplingConfig(max_tokens=8, stop=("a",)))
-        with pytest.raises(CapabilityError, match="has no stop strings"):
-            self.generate(backend, request)
 
 
 # ---------------------------------------------------------------- other servers
@@ -142,7 +137,25 @@ def test_token_ids_come_from_the_names_of_tokens_if_need_be(serve):
     assert result.samples[0].weight_versions == (0, 0)
     assert asked[0]["prompt"] == [5, 6, 7]
     assert (asked[0]["n"], asked[0]["seed"], asked[0]["return_token_ids"]) == (2, 3, True)
-    assert "min_p" not in asked[0]
+    assert not {"min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"} & set(asked[0])
+
+
+def test_sampling_settings_travel_by_the_names_of_vllm(serve):
+    settings = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.4,
+    }
+    backend, asked = serve(lambda _: (200, body(choice(0), choice(1))), log_probs="processed")
+    sampling = SamplingConfig(max_tokens=4, **settings)
+    request = GenerationRequest(request_id="r", prompt_token_ids=(5,), sampling=sampling, n=2)
+    assert ask(backend, request).meaning == sampling.meaning
+    assert {name: asked[0][name] for name in settings} == settings
 
 
 def test_raw_log_probs_are_those_of_temperature_one(serve):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_core import SamplingConfig
-from rlhf_rollout.backends.transformers.token_sampling import candidate_log_probs, draw_tokens
+from rlhf_rollout.backends.transformers.token_sampling import candidate_log_probs, draw_tokens, penalise
 
 PROBS = [0.5, 0.25, 0.15, 0.1]
 
@@ -35,6 +35,13 @@ def kept(**fields) -> list[float]:
         ({"top_k": 2, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),
         ({"top_k": 3, "top_p": 0.6}, [0.6667, 0.3333, 0.0, 0.0]),
         ({"min_p": 0.4, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),
+        # The temperature comes first: PROBS squared are in the ratios 1, 0.25, 0.09, 0.04.
+        ({"temperature": 0.5, "min_p": 0.2}, [0.8, 0.2, 0.0, 0.0]),
+        ({"temperature": 0.5, "top_p": 0.73}, [0.8, 0.2, 0.0, 0.0]),
+        ({"temperature": 0.5, "top_p": 0.72}, [1.0, 0.0, 0.0, 0.0]),
+        # min-p asks for a share of the largest of all; after top-p with 0.74 it would keep one token less.
+        ({"min_p": 0.25, "top_p": 0.84}, [0.5556, 0.2778, 0.1667, 0.0]),
+        ({"min_p": 0.25, "top_k": 3, "top_p": 0.83}, [0.6667, 0.3333, 0.0, 0.0]),
         ({"temperature": 0.5}, [round(p * p / sum(q * q for q in PROBS), 4) for p in PROBS]),
         ({"temperature": 0.0}, PROBS),
         ({"top_k": 100}, PROBS),
@@ -60,6 +67,49 @@ def test_candidate_sets_are_those_of_transformers(top_k, top_p):
 def test_equal_tokens_at_the_edge_of_top_k_stay_together():
     log_probs = candidate_log_probs(torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log(), [sampling(top_k=2)])
     assert log_probs.exp()[0].tolist() == pytest.approx([0.4, 0.2, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "sampled", "expected"),
+    [
+        # Token 0 is in the prompt, token 1 was sampled twice, token 2 both, token 3 neither.
+        ({}, [0, 2], [1, 1, 2], [2.0, -1.0, 0.5, 3.0]),
+        (
+            {"repetition_penalty": 2.0},
+            [0, 2],
+            [1, 1, 2],
+            [1.0, -2.0, 0.25, 3.0],
+        ),  # once, however often
+        ({"repetition_penalty": 0.5}, [0, 0], [], [4.0, -1.0, 0.5, 3.0]),
+        ({"presence_penalty": 0.5}, [0, 2], [1, 1, 2], [2.0, -1.5, 0.0, 3.0]),  # not for the prompt
+        ({"frequency_penalty": 0.5}, [0, 2], [1, 1, 2], [2.0, -2.0, 0.0, 3.0]),  # for each time
+        ({"frequency_penalty": -1.0, "presence_penalty": 0.25}, [0, 2], [1, 1, 2], [2.0, 0.75, 1.25, 3.0]),
+        # Repetition first: (-1 * 2) - 2 * 0.5 - 0.25, and 0.5 / 2 - 0.5 - 0.25.
+        (
+            {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25},
+            *([0, 2], [1, 1, 2]),
+            [1.0, -3.25, -0.5, 3.0],
+        ),
+        ({"repetition_penalty": 2.0, "presence_penalty": 1.0}, [0], [], [1.0, -1.0, 0.5, 3.0]),
+        ({"repetition_penalty": 2.0}, [0, 9], [], [1.0, -1.0, 0.5, 3.0]),  # an id that is read only
+    ],
+    ids=str,
+)
+def test_penalties(fields, prompt, sampled, expected):
+    logits = torch.tensor([2.0, -1.0, 0.5, 3.0])
+    penalise(logits, sampling(**fields), prompt, sampled)
+    assert logits.tolist() == pytest.approx(expected)
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(1, 50, generator=generator)
+    tokens = torch.randint(50, (1, 30), generator=generator)
+    theirs = RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits.clone())
+    penalise(logits[0], sampling(repetition_penalty=1.3), tokens[0, :20].tolist(), tokens[0, 20:].tolist())
+    torch.testing.assert_close(logits, theirs)
 
 
 def test_rows_do_not_share_settings():

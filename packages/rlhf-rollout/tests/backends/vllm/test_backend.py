@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from rlhf_core import (
@@ -177,11 +179,14 @@ def test_kept_requests_go_on_under_the_new_weights_with_exact_log_probs(
         assert (log_probs - expected).abs().max() < 1e-4
 
 
-def resident() -> int:
-    """Bytes of memory that this process has in use, without what the C library keeps of freed pieces."""
+def resident(begin: int, size: int) -> int:
+    """Bytes of these addresses that are in memory, without what the C library keeps of freed pieces."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(8 * (begin // page))
+        entries = numpy.frombuffer(pages.read(8 * (size // page)), dtype=numpy.uint64)
+    return page * int((entries >> numpy.uint64(63)).sum())
 
 
 def test_asleep_it_needs_no_memory_for_its_cache_and_running_requests_go_on_after_it(
@@ -194,15 +199,17 @@ def test_asleep_it_needs_no_memory_for_its_cache_and_running_requests_go_on_afte
     for cache in runner.kv_caches:
         cache.fill_(1.0)  # every page is in use
 
+    places = {begin: storage.nbytes() for begin, storage in caches.items()}
+
     async def with_a_nap() -> tuple[GenerationResult, int]:
         task = asyncio.create_task(backend.generate(asked))
         await asyncio.sleep(0.1)
         await backend.pause("keep")
         assert not task.done()
-        awake = resident()
+        awake = sum(resident(begin, size) for begin, size in places.items())
         await backend.sleep()
         await backend.sleep()
-        asleep = resident()
+        asleep = sum(resident(begin, size) for begin, size in places.items())
         assert not any(storage.nbytes() for storage in caches.values())
         await backend.wake()
         await backend.resume()

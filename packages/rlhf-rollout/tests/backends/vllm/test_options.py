@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from rlhf_core import RolloutConfig
+from rlhf_core import ConfigError, RolloutConfig
 from rlhf_core.testing.tiny import save_tiny_model
-from rlhf_rollout.backends.vllm.options import _cpu_cache_bytes, _has_tokenizer, _shorter_window, env_vars
+from rlhf_rollout.backends.vllm.options import (
+    _cpu_cache_bytes,
+    _has_tokenizer,
+    _shorter_window,
+    env_vars,
+    share_left,
+)
 from transformers import Cohere2Config, MistralConfig
 
 
@@ -59,3 +65,10 @@ def test_windows_that_vllm_lengthens_by_a_token_are_given_a_token_shorter(tmp_pa
 def test_importing_the_backend_imports_no_vllm() -> None:
     code = "import sys, rlhf_rollout.backends.vllm.backend; print('vllm' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == "False"
+
+
+def test_the_memory_of_a_weight_link_is_left_free() -> None:
+    assert share_left(0.92, taken=0, total=80 << 30) == 0.92
+    assert share_left(0.5, taken=1 << 30, total=16 << 30) == 0.4375
+    with pytest.raises(ConfigError, match=r"=0\.1 is 1\.6 GiB.*2\.0 GiB.*bucket_bytes smaller"):
+        share_left(0.1, taken=2 << 30, total=16 << 30)

@@ -106,7 +106,9 @@ class OpenAIBackend:
     @property
     def capabilities(self) -> BackendCapabilities:
         """Neither weight transports nor pausing: the server belongs to somebody else."""
-        return BackendCapabilities(transports=frozenset(), pause_modes=frozenset(), stop_strings=True)
+        return BackendCapabilities(
+            transports=frozenset(), pause_modes=frozenset(), stop_strings=True, penalties=True
+        )
 
     @property
     def weight_version(self) -> int:

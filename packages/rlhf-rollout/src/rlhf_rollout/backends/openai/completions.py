@@ -34,6 +34,12 @@ def completion_arguments(request: GenerationRequest, *, model: str, max_model_le
         "min_p": sampling.min_p,
         "min_tokens": min(sampling.min_tokens, room),
         "stop_token_ids": list(sampling.stop_token_ids),
+        # No penalty is 1, which is left out as what is 0 is.
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else 0,
+    }
+    penalties = {
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
     }
     return {
         "model": model,
@@ -48,6 +54,7 @@ def completion_arguments(request: GenerationRequest, *, model: str, max_model_le
             "return_tokens_as_token_ids": True,
             **{name: value for name, value in further.items() if value},
         },
+        **{name: value for name, value in penalties.items() if value},
         **({"stop": list(sampling.stop)} if sampling.stop else {}),
         **({"seed": request.seed} if request.seed is not None else {}),
     }

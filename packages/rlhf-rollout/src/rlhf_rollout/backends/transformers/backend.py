@@ -36,6 +36,7 @@ from rlhf_core import (
 
 from rlhf_rollout.backends.transformers.decoder import Decoder, Draw, SeparateDecoder
 from rlhf_rollout.backends.transformers.loop import DecodingLoop
+from rlhf_rollout.backends.transformers.stop_strings import StopStrings, decoding_tokenizer
 from rlhf_rollout.backends.transformers.token_sampling import score_rows
 from rlhf_rollout.backends.transformers.trial import try_decoding
 
@@ -77,6 +78,7 @@ class TransformersBackend:
         self._model = model.to(config.device).eval().requires_grad_(False)
         try_decoding(self._model)
         self._end_of_text = _end_of_text(model)
+        self._tokenizer = decoding_tokenizer(config)
         decoder = SeparateDecoder if options.separate_requests else Decoder
         self._decoder = decoder(self._model, max_model_len=config.max_model_len)
         self._loop = DecodingLoop(self._decoder, max_draws=config.max_num_seqs)
@@ -91,7 +93,12 @@ class TransformersBackend:
         cuda = torch.device(self._config.device).type == "cuda"
         kinds = {"local", "gloo", "shm", "disk"} | ({"nccl", "ipc"} if cuda else set())
         return BackendCapabilities(
-            transports=frozenset(kinds), partial_sync="values", sleep=True, token_scores=self._config.dtype
+            transports=frozenset(kinds),
+            partial_sync="values",
+            sleep=True,
+            stop_strings=self._tokenizer is not None,
+            penalties=True,
+            token_scores=self._config.dtype,
         )
 
     @property
@@ -104,7 +111,12 @@ class TransformersBackend:
         self._check(request)
         stops = self._end_of_text | set(request.sampling.stop_token_ids)
         draws = [
-            Draw(request=request, generator=generator, stop_token_ids=stops)
+            Draw(
+                request=request,
+                generator=generator,
+                stop_token_ids=stops,
+                stop_strings=StopStrings(self._tokenizer, request) if request.sampling.stop else None,
+            )
             for generator in self._generators(request)
         ]
         return await asyncio.wrap_future(self._loop.add(request, draws))
@@ -164,10 +176,10 @@ class TransformersBackend:
             )
         if request.images:
             raise CapabilityError(f"{name}: the transformers backend reads no images; send text alone")
-        if request.sampling.stop:
+        if request.sampling.stop and self._tokenizer is None:
             raise CapabilityError(
-                f"{name}: the transformers backend has no stop strings, got {request.sampling.stop}; "
-                "use stop_token_ids or the vllm backend"
+                f"{name}: the model in {self._config.model!r} has no tokenizer of the tokenizers library, by which "
+                f"stop strings are found, got {request.sampling.stop}; use stop_token_ids"
             )
         self._check_ids(name, (*request.prompt_token_ids, *request.sampling.stop_token_ids))
 
@@ -212,7 +224,9 @@ class TransformersBackend:
             else:
                 held = checkpoint_views(self._model)
                 load = copy_into(self._model)
-                receive_weights(manifest, self._receiver, load, base=lambda name: _weight(held, name))
+                receive_weights(
+                    manifest, self._receiver, load, base=lambda name: _weight(held, name), place=held.get
+                )
         except Exception as error:
             reason = f"the last weight sync failed; sync again before sampling: {error}"
             self._loop.refuse(StaleWeightsError(reason))

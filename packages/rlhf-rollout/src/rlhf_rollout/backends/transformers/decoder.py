@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf_rollout.backends.transformers.states import join_rows, new_states, select_rows
-from rlhf_rollout.backends.transformers.token_sampling import draw_tokens
+from rlhf_rollout.backends.transformers.stop_strings import StopStrings
+from rlhf_rollout.backends.transformers.token_sampling import draw_tokens, penalise
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -24,6 +25,8 @@ class Draw:
     generator: torch.Generator
     stop_token_ids: frozenset[int]
     """End-of-text and the request's own."""
+    stop_strings: StopStrings | None = None
+    """Looks for the request's strings; None if it has none."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -39,7 +42,7 @@ class Draw:
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
-        if token in self.stop_token_ids:
+        if token in self.stop_token_ids or (self.stop_strings is not None and self.stop_strings.ended_by(token)):
             self.finish_reason = "stop"
         elif (
             len(self.tokens) >= self.request.sampling.max_tokens
@@ -112,7 +115,9 @@ class Decoder:
         select_rows(self._states, index, padding)
 
     def _append(self, logits: Float[Tensor, "rows vocab"], version: int) -> None:
+        logits = logits.float()
         for row, draw in enumerate(self.draws):
+            penalise(logits[row], draw.request.sampling, draw.request.prompt_token_ids, draw.tokens)
             if len(draw.tokens) < draw.request.sampling.min_tokens:
                 logits[row, list(draw.stop_token_ids)] = -torch.inf
         tokens, log_probs = draw_tokens(

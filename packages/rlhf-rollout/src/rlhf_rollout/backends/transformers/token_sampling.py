@@ -36,9 +36,9 @@ def candidate_log_probs(
 ) -> Float[Tensor, "rows vocab"]:
     """log softmax(logits / temperature), cut to each row's candidates and renormalised, in float32.
 
-    The cuts are vLLM's and come in its order: min-p; top-k, where tokens as likely as the last one stay; then
-    top-p, the smallest set that has this share of the mass which the cuts before it have left (Holtzman et al.
-    2020). For top-k with top-p, Transformers does the same; it puts min-p last.
+    Penalties come before: see `penalise`. The cuts are vLLM's, in its order: min-p; top-k, where tokens as likely
+    as the last one stay; then top-p, the smallest set that has this share of the mass which the cuts before it have
+    left (Holtzman et al. 2020). For top-k with top-p, Transformers does the same; it puts min-p last.
 
     Tokens outside a row's candidate set have -inf. Greedy rows (temperature 0) count as temperature 1.
     """
@@ -62,6 +62,28 @@ def candidate_log_probs(
     keep[:, 0] = True
     kept = torch.zeros_like(keep).scatter(-1, order, keep)
     return log_probs.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
+
+
+def penalise(
+    logits: Float[Tensor, " vocab"], sampling: SamplingConfig, prompt: Sequence[int], sampled: Sequence[int]
+) -> None:
+    """Change the logits before a token in place, by what the sample has before it: vLLM's definition, in its order.
+
+    Repetition counts tokens of the prompt and the sample; frequency and presence those of the sample alone.
+    """
+
+    def ids(tokens: Sequence[int]) -> Int[Tensor, " tokens"]:
+        found = torch.tensor(list(tokens), dtype=torch.long, device=logits.device)
+        return found[found < len(logits)]  # tokens that stand for images may be read and never written
+
+    if sampling.repetition_penalty != 1:
+        seen = ids([*prompt, *sampled]).unique()
+        before = logits[seen]
+        by = sampling.repetition_penalty
+        logits[seen] = torch.where(before > 0, before / by, before * by)
+    if sampling.counts_sampled and sampled:
+        seen, times = ids(sampled).unique(return_counts=True)
+        logits[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
 
 @torch.inference_mode()

@@ -203,7 +203,7 @@ def _start(arguments: dict[str, Any], watch: WorkerWatch, *, on_cpu: bool) -> LL
     def prepare(engine: LLMEngine) -> None:
         watch.begin(engine)
         methods = {
-            "rlhf_prepare_rotation": on_cpu,
+            "rlhf_prepare_cpu_layers": on_cpu,
             "rlhf_prepare_stage": arguments.get("pipeline_parallel_size", 1) > 1,
             "rlhf_empty_adapter": arguments.get("enable_lora"),
         }
@@ -222,6 +222,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
             | ({"nccl", "ipc"} if config.device == "cuda" else set())
         ),
         partial_sync="values",
+        penalties=True,
         receivers=worker_count(config),
         stop_strings=not arguments["skip_tokenizer_init"],
         adapters=bool(arguments.get("enable_lora")),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_core import ConfigError, RolloutConfig, config_from, did_you_mean
+from rlhf_core import ConfigError, RolloutConfig, cache_bytes_per_token, config_from, did_you_mean
 
 _FROM_CONFIG = frozenset(
     {
@@ -144,7 +145,37 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         arguments |= _cpu_arguments(config)
     elif config.shares_devices:
         arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": _SHARED_UTILIZATION}
-    return arguments | {name: value for name, value in config.options.items() if name not in _OWN}
+    arguments |= {name: value for name, value in config.options.items() if name not in _OWN}
+    if config.device != "cpu" and config.weight_buffer_bytes and "kv_cache_memory_bytes" not in arguments:
+        arguments["gpu_memory_utilization"] = _share_beside_weights(arguments, config.weight_buffer_bytes)
+    return arguments
+
+
+def _share_beside_weights(arguments: Mapping[str, Any], taken: int) -> float:
+    """The share of a GPU that vLLM may take, whose profile knows nothing of the memory that a weight link takes."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    share = arguments.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+    return share_left(share, taken=taken, total=current_platform.get_device_total_memory())
+
+
+def share_left(share: float, *, taken: int, total: int) -> float:
+    """A share of a device's memory without bytes that something else takes of it.
+
+    Raises:
+        ConfigError: nothing would be left.
+
+    >>> share_left(0.9, taken=8 << 30, total=80 << 30)
+    0.8
+    """
+    left = share - taken / total
+    if left <= 0:
+        raise ConfigError(
+            f"rollout option gpu_memory_utilization={share:g} is {share * total / 2**30:.1f} GiB of a GPU, and the "
+            f"buffers for new weights take {taken / 2**30:.1f} GiB of them; make weight_sync.bucket_bytes smaller"
+        )
+    return round(left, 4)
 
 
 def _adapter_room(rank: int) -> int:
@@ -247,14 +278,9 @@ def _cpu_cache_bytes(config: RolloutConfig) -> int:
     A quarter of the free memory for an architecture whose cache this cannot tell; vLLM itself would take nearly
     all.
     """
-    import torch
-
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        text = _model_config(config).get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        per_token = 2 * text.num_hidden_layers * heads * size * getattr(torch, config.dtype).itemsize
+        per_token = cache_bytes_per_token(_model_config(config).get_text_config(), config.dtype)
     except AttributeError:
         return free // 4
     block = config.options.get("block_size", _CPU_BLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,7 +13,6 @@ from rlhf_core import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
-    LogProbMeaning,
     RolloutConfig,
     Sample,
 )
@@ -46,6 +46,9 @@ def sampling_params(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=min(sampling.max_tokens, room),
@@ -123,7 +126,7 @@ def generation_result(request: GenerationRequest, output: RequestOutput) -> Gene
     if request.sampling.temperature == 0:
         # Greedy decoding is the same n times, and vLLM truncates nothing for it but stop tokens.
         samples = samples * request.n
-        meaning = LogProbMeaning(min_tokens=request.sampling.min_tokens)
+        meaning = replace(meaning, top_p=1.0, top_k=0, min_p=0.0)
     return GenerationResult(request_id=request.request_id, samples=samples, meaning=meaning)
 
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import queue
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,8 +11,9 @@ from typing import Any
 
 from rlhf_core import ConfigError, PluginError, RewardError, RewardFunction, Score, Trajectory, check_scores
 
-from rlhf_rollout.rewards.functions.isolated_worker import main, read_message, write_message
+from rlhf_rollout.rewards.functions.isolated_worker import main
 from rlhf_rollout.rewards.functions.python import PythonReward, RewardTooSlow
+from rlhf_rollout.sandbox.worker_process import WorkerGone, WorkerProcess
 
 START_TIMEOUT_S = 120.0
 """Deadline for a worker to import its function."""
@@ -52,16 +47,18 @@ class IsolatedRewardConfig:
 class IsolatedReward:
     """RewardFunction like PythonReward, for functions that may hang, crash, or hold Python's lock.
 
-    A worker is started when it is first needed, and again after it was killed or died.
+    A worker is started when it is first needed, and again after it was killed or died. Where `bwrap` works here,
+    a worker has a process namespace of its own, so that nothing it starts outlives it; elsewhere what leaves its
+    session does.
     """
 
     def __init__(self, config: IsolatedRewardConfig, *, name: str | None = None) -> None:
         self.name: str = name or config.function
         self._config = config
         self._closed = False
-        self._started: list[_Worker] = []
+        self._started: list[WorkerProcess] = []
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix=f"reward {config.function}")
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[WorkerProcess | None] = queue.SimpleQueue()
         for _ in range(config.workers):
             self._idle.put(None)
 
@@ -89,7 +86,7 @@ class IsolatedReward:
             if kept is not None:
                 kept.kill()
             worker, columns = self._start()
-        except _Gone as gone:
+        except WorkerGone as gone:
             raise PluginError(f"reward {self.name}: {self._config.function} {gone.how}") from None
         finally:
             self._idle.put(worker)
@@ -110,7 +107,7 @@ class IsolatedReward:
         try:
             worker = worker or self._start()[0]
             kind, content, sample_ids = worker.call((trajectories, texts), self._config.timeout_s)
-        except _Gone as gone:
+        except WorkerGone as gone:
             worker = None
             raise (RewardTooSlow if gone.late else RewardError)(
                 f"reward {self.name} {gone.how} scoring {len(trajectories)} samples, the first is "
@@ -123,71 +120,16 @@ class IsolatedReward:
         check_scores(content, trajectories, source=self.name)
         return content
 
-    def _start(self) -> tuple[_Worker, frozenset[str]]:
+    def _start(self) -> tuple[WorkerProcess, frozenset[str]]:
         """A worker that has imported the function, and the columns that it needs."""
-        worker = _Worker()
+        worker = WorkerProcess(main.__module__)
         self._started = [other for other in self._started if other.alive] + [worker]
         if self._closed:  # while the process was being made
             worker.kill()
         return worker, _introduce(worker, self._config, self.name)
 
 
-class _Gone(Exception):
-    """The worker was killed or died."""
-
-    def __init__(self, how: str, *, late: bool) -> None:
-        super().__init__(how)
-        self.how = how
-        self.late = late
-
-
-class _Worker:
-    """A process and its two pipes."""
-
-    def __init__(self) -> None:
-        # A session of its own, so that killing it kills what the function has started too.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {main.__module__} import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    def call(self, message: object, timeout_s: float) -> Any:
-        """Send and wait for the answer; at the deadline the process is killed, which ends the wait."""
-        late = threading.Event()
-
-        def cut() -> None:
-            late.set()
-            self.kill()
-
-        timer = threading.Timer(timeout_s, cut)
-        timer.daemon = True
-        timer.start()
-        try:
-            write_message(self._process.stdin, message)  # type: ignore[arg-type]
-            return read_message(self._process.stdout)  # type: ignore[arg-type]
-        except (EOFError, OSError):
-            self.kill()
-            code = self._process.wait()
-            how = f"did not return within {timeout_s:g} s" if late.is_set() else f"lost its process (exit {code})"
-            raise _Gone(how, late=late.is_set()) from None
-        finally:
-            timer.cancel()
-
-    @property
-    def alive(self) -> bool:
-        """False once the process has ended."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """End the process and its children."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def _introduce(worker: _Worker, config: IsolatedRewardConfig, name: str) -> frozenset[str]:
+def _introduce(worker: WorkerProcess, config: IsolatedRewardConfig, name: str) -> frozenset[str]:
     """Have the worker import the function; returns the columns that it needs."""
     setup = {
         "prepare": config.prepare,
@@ -200,9 +142,9 @@ def _introduce(worker: _Worker, config: IsolatedRewardConfig, name: str) -> froz
     }
     try:
         kind, content, columns = worker.call(setup, START_TIMEOUT_S)
-    except _Gone as gone:
+    except WorkerGone as gone:
         # Not the samples' doing.
-        raise _Gone(f"{gone.how} while it was imported", late=False) from None
+        raise WorkerGone(f"{gone.how} while it was imported", late=False) from None
     if kind != "ready":
         worker.kill()
         raise PluginError(f"reward worker: {content}")

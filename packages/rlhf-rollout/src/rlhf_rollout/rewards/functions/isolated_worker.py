@@ -1,46 +1,14 @@
-"""The program of a reward's worker process, which `isolated` starts.
-
-Messages are pickles with their length in front, on the pipes that were standard input and output; what the
-function prints goes to standard error. Both ends are the same user's processes on one machine.
-"""
+"""The program of a reward's worker process, which `isolated` starts."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import pickle
-import struct
-import sys
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rlhf_core import RewardError, load_object
 
 from rlhf_rollout.rewards.functions.python import PythonReward
-
-_LENGTH = struct.Struct(">Q")
-
-
-def write_message(pipe: BinaryIO, message: object) -> None:
-    """Send an object."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(_LENGTH.pack(len(data)) + data)
-    pipe.flush()
-
-
-def read_message(pipe: BinaryIO) -> Any:
-    """The next object.
-
-    Raises:
-        EOFError: the other end is gone.
-    """
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    (size,) = _LENGTH.unpack(head)
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return pickle.loads(data)
+from rlhf_rollout.sandbox.worker_process import read_message, take_pipes, write_message
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
@@ -69,9 +37,4 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 def main() -> None:
     """Take the pipes for messages alone, then serve."""
-    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # A function that prints or reads must not touch the messages.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())
-    serve(source, target)
+    serve(*take_pipes())

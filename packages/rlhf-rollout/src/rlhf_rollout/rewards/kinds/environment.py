@@ -13,7 +13,7 @@ from rlhf_rollout.rewards.kind import RewardConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentRewardConfig(RewardConfig):
-    """What the environment of an agent's episodes gave, turn by turn."""
+    """What the environment or the program of an agent's episodes gave."""
 
     kind: Literal["environment"] = "environment"
 
@@ -23,8 +23,9 @@ class EnvironmentRewardConfig(RewardConfig):
 
 
 class EnvironmentReward:
-    """RewardFunction that takes what the environment gave: the sum over the turns, and where each part of it fell.
+    """RewardFunction that takes what an environment or a program gave, and where each part of it fell.
 
+    It is the sum over the turns, or what the trajectory's metadata say was `earned` in the whole episode.
     Components: `turns`, and the numbers that the environment logged.
     """
 
@@ -34,7 +35,7 @@ class EnvironmentReward:
         """See RewardFunction."""
         return [
             Score(
-                value=sum(trajectory.rewards),
+                value=float(trajectory.metadata.get("earned", sum(trajectory.rewards))),
                 rewards=trajectory.rewards,
                 components={
                     "turns": float(trajectory.metadata.get("turns", 0)),
@@ -43,3 +44,7 @@ class EnvironmentReward:
             )
             for trajectory in trajectories
         ]
+
+    def placed(self, trajectory: Trajectory) -> Sequence[float]:
+        """See PlacesRewards."""
+        return trajectory.rewards

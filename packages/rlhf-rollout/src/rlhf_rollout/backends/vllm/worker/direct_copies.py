@@ -74,6 +74,11 @@ class _DirectCopies(TorchFunctionMode):
                 parameter.weight_loader = loader
 
 
+def is_direct_copy(bound: inspect.BoundArguments) -> bool:
+    """Whether a load that a layer waits for was kept by `direct_copies_kept`."""
+    return bound.signature is _PUT
+
+
 def _in_a_weight_loader() -> bool:
     """Layer-wise reload counts there, and calls the same loader again when the layer is complete."""
     return any(isinstance(mode, CopyCounter) for mode in _get_current_dispatch_mode_stack())

@@ -9,7 +9,7 @@ from rlhf_core import WeightManifest
 from vllm.distributed.parallel_state import get_pp_group
 
 from rlhf_rollout.backends.vllm.worker import adapters, cache
-from rlhf_rollout.backends.vllm.worker.rotation import rotate_heads_by_torch
+from rlhf_rollout.backends.vllm.worker.cpu_layers import normalize_by_kernel, rotate_heads_by_torch
 from rlhf_rollout.backends.vllm.worker.transfer import LinkTransfer
 
 Failure = tuple[str, str]
@@ -65,10 +65,16 @@ class RolloutExtension:
         worker: Any = self
         return _failure_of(lambda: cache.restore(worker.model_runner))
 
-    def rlhf_prepare_rotation(self) -> Failure | None:
-        """Put right what the kernel of rotary embeddings on CPUs does wrongly."""
+    def rlhf_prepare_cpu_layers(self) -> Failure | None:
+        """Choose the kernels of a CPU: none where vLLM's is wrong, and its own where it leaves them unused."""
         worker: Any = self
-        return _failure_of(lambda: rotate_heads_by_torch(worker.model_runner.model))
+
+        def prepare() -> None:
+            rotate_heads_by_torch(worker.model_runner.model)
+            if worker.model_config.enforce_eager:  # compiled layers are fused without them
+                normalize_by_kernel(worker.model_runner.model)
+
+        return _failure_of(prepare)
 
     def rlhf_prepare_stage(self) -> Failure | None:
         """Make room for what comes from the stage before.

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlhf_rollout.backends.vllm.worker.direct_copies import direct_copies_kept
+from rlhf_rollout.backends.vllm.worker.unfinished import UnfinishedLayers
 
 TRANSFER_NAME = "rlhf-link"
 
@@ -68,6 +69,8 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
     """The link's end in this worker, once connected."""
     _unfilled: dict[str, int] | None = None
     """Values that a full sync brings to layers with padding, which never reach their total."""
+    _layers: UnfinishedLayers | None = None
+    """Of the load under way."""
     _held: WeightCopy | None = None
     """The last weights as they came, where the sender wants to send single values."""
 
@@ -96,6 +99,7 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
             held = (held or WeightCopy()) if manifest.keep_base else None
         initialize_layerwise_reload(self.model)
         with _experts_packed_anew(self.model), direct_copies_kept(self.model):
+            self._layers = UnfinishedLayers(self.model)
             try:
                 self._receive(manifest, self.receiver, held)
                 self._check_coverage(manifest)
@@ -103,6 +107,8 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
                 _forget_received(self.model)
                 finalize_layerwise_reload(self.model, self.model_config)
                 raise
+            finally:
+                self._layers = None
             with _quiet_about_untouched_layers(manifest.partial):
                 finalize_layerwise_reload(self.model, self.model_config)
         if self._tied and self.device.type == "cpu":
@@ -140,8 +146,6 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         model: Any = self.model
-        # Layer-wise reload has copied the tensors of every layer that is complete. It still points to those of
-        # the others, which go on in a later bucket, while this memory is used again.
         memory: set[int] = set()
 
         def remembered() -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +154,8 @@ class LinkTransfer(WeightTransferEngine[LinkInfo, ManifestInfo]):
                 yield name, tensor
 
         model.load_weights(remembered())
-        _keep_unfinished(model, memory)
+        if memory and self._layers is not None:
+            self._layers.settle(memory)
 
     def _check_coverage(self, manifest: WeightManifest) -> None:
         waiting = {
@@ -194,22 +199,6 @@ def _forget_received(model: nn.Module) -> None:
         if info.can_load():
             info.loaded_weights.clear()
             info.load_numel = 0
-
-
-def _keep_unfinished(model: nn.Module, memory: set[int]) -> None:
-    """Copy what unfinished layers hold of memory that is about to be used again."""
-    copies: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if not info.can_load():
-            continue
-        for _, bound in info.loaded_weights:
-            for key, value in bound.arguments.items():
-                if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in memory:
-                    place = (value.data_ptr(), tuple(value.shape))
-                    if place not in copies:
-                        copies[place] = value.clone()
-                    bound.arguments[key] = copies[place]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Beyond the API's own fields a choice carries `token_ids` and `weight_versions`, 
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,25 @@ from typing import Any
 from rlhf_core import PackedInts, Sample, ToolCall
 
 from rlhf_rollout.chat.tool_calls import ToolCallParser, split_calls
-from rlhf_rollout.gateway.requests import RequestSettings
+from rlhf_rollout.gateway.apis.chat_form import ChatForm
+from rlhf_rollout.gateway.apis.requests import Kind, RequestSettings
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """Makes the JSON of one request's answer."""
 
-    kind: str
-    """`chat.completion` or `text_completion`."""
+    kind: Kind
     model: str
     created: int
     answer_id: str
     prompt_token_ids: PackedInts
     tokenizer: Any
     asked: RequestSettings
+    thinking: bool | None = None
+    """Whether the prompt ends inside of a thought. None: the template knows no thoughts."""
 
     def text(self, sample: Sample) -> str:
         """What the sample says, without special tokens and without the stop that ended it."""
@@ -38,22 +43,41 @@ class Answer:
         if sample.finish_reason == "stop" and tokens and tokens[-1] in sampling.stop_token_ids:
             tokens = tokens[:-1]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        if sample.finish_reason == "stop":
-            places = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
-            text = text[: min(places, default=len(text))]
-        return text
+        stop = self._stop(sample, text)
+        return text if stop is None else text[: text.find(stop)]
 
-    def message(self, sample: Sample, parse: ToolCallParser | None) -> dict[str, Any]:
-        """The sample as an assistant's message; its tool calls apart if there is a parser for them."""
-        text = self.text(sample)
-        if parse is not None:
-            # Some formats are told by special tokens.
-            rest, calls = split_calls(self.tokenizer.decode(list(sample.token_ids)), parse)
-            if calls:
-                for special in self.tokenizer.all_special_tokens:
-                    rest = rest.replace(special, "")
-                return {"role": "assistant", "content": rest.strip() or None, "tool_calls": list(map(_told, calls))}
-        return {"role": "assistant", "content": text}
+    def _stop(self, sample: Sample, text: str) -> str | None:
+        """The stop string that ended the sample, if one did."""
+        if sample.finish_reason != "stop":
+            return None
+        found = [(text.find(stop), stop) for stop in self.asked.sampling.stop if stop in text]
+        return min(found)[1] if found else None
+
+    def message(self, sample: Sample, parse: ToolCallParser, form: ChatForm) -> dict[str, Any]:
+        """The sample as an assistant's message; its thought and its calls of the tools on offer apart."""
+        thought, text = self._split(self.text(sample))
+        message = {"role": "assistant", "content": text} | ({"reasoning_content": thought} if thought else {})
+        if not form.tools:
+            return message
+        # Some formats are told by special tokens.
+        _, said = self._split(self.tokenizer.decode(list(sample.token_ids)))
+        try:
+            rest, calls = split_calls(said, parse)
+        except Exception as error:  # a parser of the user's, or text that no parser was made for
+            _log.warning("tool calls could not be read, and stay text: %s: %s", type(error).__name__, error)
+            return message
+        if not calls or not all(map(form.takes, calls)):
+            return message
+        for special in self.tokenizer.all_special_tokens:
+            rest = rest.replace(special, "")
+        return message | {"content": rest.strip() or None, "tool_calls": list(map(_told, calls))}
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """The thought and what follows it."""
+        if self.thinking is None or not (self.thinking or text.lstrip().startswith("<think>")):
+            return "", text
+        thought, _, rest = text.partition("</think>")
+        return thought.replace("<think>", "", 1).strip("\n"), rest.lstrip("\n")
 
     def chat(self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The whole answer of a chat request."""
@@ -61,7 +85,7 @@ class Answer:
         for index, (sample, message) in enumerate(zip(samples, messages, strict=True)):
             log_probs = {"content": self._chat_log_probs(sample)} if self.asked.log_probs else None
             choice = {"index": index, "message": message, "logprobs": log_probs}
-            choices.append(choice | {"finish_reason": _finish(sample, message)} | _extras(sample))
+            choices.append(choice | self._ending(sample, message) | _extras(sample))
         return self._frame(choices) | {
             "usage": self._usage(samples),
             "prompt_token_ids": self.prompt_token_ids.tolist(),
@@ -97,6 +121,11 @@ class Answer:
                 choice["logprobs"] = self._completion_log_probs(part)
         return self._frame([choice | (_extras(part) if part is not None else {})], chunk=True)
 
+    def thought(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A chunk with the message's reasoning."""
+        delta = {"reasoning_content": message["reasoning_content"]}
+        return self._frame([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}], chunk=True)
+
     def calls(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """A chunk with the message's tool calls."""
         made = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
@@ -106,14 +135,17 @@ class Answer:
     def end(self, index: int, sample: Sample, message: Mapping[str, Any]) -> dict[str, Any]:
         """The last chunk of a choice."""
         rest = {"delta": {}} if self.kind == "chat.completion" else {"text": ""}
-        choice = {"index": index, "finish_reason": _finish(sample, message), "logprobs": None} | rest
-        return self._frame([choice], chunk=True)
+        return self._frame([{"index": index, "logprobs": None} | rest | self._ending(sample, message)], chunk=True)
 
     def usage(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The chunk that follows the last choice if the client asked for it."""
         return self._frame([], chunk=True) | {"usage": self._usage(samples)}
 
     # ------------------------------------------------------------ parts
+
+    def _ending(self, sample: Sample, message: Mapping[str, Any]) -> dict[str, Any]:
+        text = self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+        return {"finish_reason": _finish(sample, message), "stop_reason": self._stop(sample, text)}
 
     def _frame(self, choices: list[Any], *, chunk: bool = False) -> dict[str, Any]:
         kind = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind

@@ -1,0 +1,1 @@
+"""Environments and tools that others publish, behind the seam Environment; each needs a package of its own."""
