@@ -7,7 +7,8 @@ import yaml
 from rlhf_algos import OfflineConfig, from_mapping, load_config
 from rlhf_launch import OnlineConfig
 
-EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("**/*.yaml"))
+FOLDER = Path(__file__).parents[3] / "examples"
+EXAMPLES = sorted(FOLDER.glob("**/*.yaml"))
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
@@ -34,6 +35,6 @@ def test_the_readme_s_programs_name_what_there_is():
     named = {name for program in programs for name in re.findall(r"from rlhf_launch import (.+)", program)}
     assert all(hasattr(rlhf_launch, name) for line in named for name in line.split(", "))
     loop = programs[-1]
-    example = (EXAMPLES[0].parent / "own_loop.py").read_text() if EXAMPLES else loop
+    example = (FOLDER / "own_loop.py").read_text() if EXAMPLES else loop
     lines = [line.split("  #")[0].strip() for line in loop.splitlines()]
     assert all(line in example for line in lines)

@@ -114,6 +114,7 @@ def test_all_is_sorted_and_pinned():
         "rows_of_groups",
         "run_steps",
         "schedule_of",
+        "spared_collector",
         "staleness",
         "start_workers",
         "store_histories",

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from rlhf_launch.weight_sync.report import SyncReport
     from rlhf_launch.weight_sync.sync import WeightSync
     from rlhf_launch.workers.handles import Handle, LocalHandle, close_workers
+    from rlhf_launch.workers.process import spared_collector
     from rlhf_launch.workers.pulse import Pulse
     from rlhf_launch.workers.rollout_pool import RolloutPool
     from rlhf_launch.workers.train_group import TrainGroup
@@ -131,6 +132,7 @@ _MODULES = {
     "weight_sync.report": ("SyncReport",),
     "weight_sync.sync": ("WeightSync",),
     "workers.handles": ("Handle", "LocalHandle", "close_workers"),
+    "workers.process": ("spared_collector",),
     "workers.pulse": ("Pulse",),
     "workers.rollout_pool": ("RolloutPool",),
     "workers.train_group": ("TrainGroup",),
@@ -243,6 +245,7 @@ __all__ = [
     "rows_of_groups",
     "run_steps",
     "schedule_of",
+    "spared_collector",
     "staleness",
     "start_workers",
     "store_histories",

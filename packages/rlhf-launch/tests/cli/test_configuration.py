@@ -66,9 +66,9 @@ def test_online_and_offline_runs_say_one_thing_with_one_key():
     online, offline = set(keys(OnlineConfig)), set(keys(OfflineConfig))
     for group in ("model", "data", "lengths", "checkpoint", "placement", "output", "seed", "tensorboard"):
         ours = {key for key in online if key.split(".")[0] == group}
-        if group == "placement":  # an offline run has no roles to place
+        if group == "placement":  # an offline run has no roles to place, and is not planned
             roles = ("placement.layout", "placement.policy", "placement.critic", "placement.reference")
-            roles += ("placement.rollout", "placement.reward")
+            roles += ("placement.rollout", "placement.reward", "placement.check_memory")
             ours = {key for key in ours if not key.startswith(roles)}
         assert ours == {key for key in offline if key.split(".")[0] == group}, group
     # A name that both have stands in the same place in both, unless only one of them knows the group.

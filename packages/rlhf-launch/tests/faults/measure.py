@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -449,41 +450,51 @@ def kill_below(run: Run, word: str) -> None:
     raise LookupError(f"no process under the run has {word!r} in its command")
 
 
-def examine_hosts(bench: Bench, way: str) -> Finding:
-    """Run on two hosts, and lose the second one: by its end (`kill`), or by its wire (`cut_off`)."""
-    words = {"kill": "a host, all its processes SIGKILLed", "cut_off": "a host, its network cut off"}[way]
-    changes = {
-        "placement.ray_address": f"10.77.0.1:{two_hosts.PORT}",
-        "placement.cpus_per_worker": 1,
-        "train.steps": 12,
-    }
+ON_HOSTS = {
+    "the engines": {"policy.hosts": ["10.77.0.1"], "rollout.hosts": ["10.77.0.2"]},
+    "the training ranks": {"policy.hosts": ["10.77.0.2"], "rollout.hosts": ["10.77.0.1"]},
+    "one rank of two": {"policy.hosts": 2, "rollout.hosts": ["10.77.0.1"]},
+}
+"""What the host that is lost holds, and the placement that puts it there."""
+WAYS = {"kill": "all its processes SIGKILLed", "cut_off": "its network cut off"}
+
+
+def examine_hosts(bench: Bench, way: str, held: str) -> Finding:
+    """Run on two hosts, lose the second by its end (`kill`) or by its wire (`cut_off`), go on with the first."""
+    common: dict[str, Any] = {"train.steps": 6}
+    whole = bench.whole(common)
+    common |= {"placement.ray_address": f"10.77.0.1:{two_hosts.PORT}", "placement.cpus_per_worker": 1}
+    placed = {f"placement.{key}": value for key, value in ON_HOSTS[held].items()}
     scratch = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))
     env = {"PYTHONPATH": os.pathsep.join(MODULES), "PATH": os.environ["PATH"]}
     try:
         with two_hosts.two_hosts(scratch, env, (4, 2)) as (first, second):
-            with bench.start(changes, host=first) as run:
+            with bench.start(common | placed, host=first) as run:
                 wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 400)
-                held = "training ranks" if second.workers("Train") else "rollout engines"
                 struck = time.time()
                 getattr(second, way)()
                 run.process.wait(400)
                 ended = time.time()
                 held_by_first = [pid for pid in first.processes() if "Worker" in command_of(pid)]
+            done = max((int(path.name[-6:]) for path in (run.folder / "checkpoints").glob("step-*")), default=0)
             said = first_line(run, r"10\.77\.0\.2", struck)
-            whole = "continue with: rlhf train" in run.text and run.process.returncode == 1
-            if said is None or not whole:
-                print(f"--- {words}\n{run.text[-9000:]}\n---", file=sys.stderr, flush=True)
+            told = "continue with: rlhf train" in run.text and run.process.returncode == 1
+            with bench.start(common, "--resume", folder=run.folder, host=first) as resumed:
+                resumed.process.wait(400)
+            same = resumed.process.returncode == 0 and same_weights(run.folder, whole)
+            if said is None or not told or not same:
+                text = f"{run.text[-9000:]}\n--- resumed\n{resumed.text[-3000:]}"
+                print(f"--- {held}, {way}\n{text}\n---", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    done = max((int(path.name[-6:]) for path in (run.folder / "checkpoints").glob("step-*")), default=0)
     return Finding(
-        fault=f"{words} (it held the {held})",
+        fault=f"a host that held {held}, {WAYS[way]}",
         seconds=None if said is None else said[0] - struck,
         said="" if said is None else said[1],
         ended=ended - struck,
-        lost=f"work since step {done}",
+        lost=f"work since step {done}; " + ("same bits after --resume on the other" if same else "NOT RESUMED"),
         left=", ".join(map(command_of, held_by_first)) or "nothing",
-        good=said is not None and whole,
+        good=said is not None and told and same,
     )
 
 
@@ -523,13 +534,13 @@ def main() -> int:
                 findings.append(found)
                 print(table([found]).splitlines()[-1], found.said[:300], flush=True)
         hindrance = two_hosts.why_not()
-        for way in ("kill", "cut_off"):
-            if not any(word in "a host" for word in asked.only):
+        for way, held in itertools.product(WAYS, ON_HOSTS):
+            if not any(word in f"a host that held {held}, {WAYS[way]}" for word in asked.only):
                 continue
             if hindrance is not None:
                 print(f"two hosts: not tried, {hindrance}")
                 break
-            found = examine_hosts(bench, way)
+            found = examine_hosts(bench, way, held)
             findings.append(found)
             print(table([found]).splitlines()[-1], found.said[:300], flush=True)
     finally:

@@ -1,4 +1,7 @@
-"""Two ZeRO-3 ranks and two rollout engines on Ray, killed one after the other in one run: no bit is lost."""
+"""Two ZeRO-3 ranks and two rollout engines on Ray, killed one after the other in one run: no bit is lost.
+
+`nox -s faults` kills them in every phase.
+"""
 
 import io
 import re
@@ -42,16 +45,14 @@ def test_ranks_and_engines_killed_one_after_the_other_cost_no_bit(told, fault, c
     whole, _ = told("whole")
     flags = [
         fault("rollout", "generate", call=2),
-        fault("policy-1", "score", call=2),
         fault("policy-1", "step", call=2),
-        fault("policy-1", "sync", call=2),
         fault("policy-1", "saved"),
     ]
-    again, said = told("again", placement__restarts=4)
+    again, said = told("again", placement__restarts=2)
     assert all(flag.exists() for flag in flags)
     process = r"\(process \d+ on [\d.]+\) died during"
-    named = re.findall(rf"(policy-1) {process} (?:\w+)[^\n]*\n(?:.*\n)?restart (\d) of 4", said)
-    assert named == [("policy-1", str(number)) for number in (1, 2, 3, 4)]
+    named = re.findall(rf"(policy-1) {process} (?:\w+)[^\n]*\n(?:.*\n)?restart (\d) of 2", said)
+    assert named == [("policy-1", str(number)) for number in (1, 2)]
     assert re.search(rf"rollout engine \d is lost \(rollout-\d {process} (generate|pulse)", caplog.text)
     assert not list((again / "checkpoints").glob(".unfinished-*"))
     (rows, weights), (expected, reference) = learnt(again), learnt(whole)

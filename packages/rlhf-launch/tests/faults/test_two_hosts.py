@@ -1,5 +1,6 @@
 """A host of a Ray cluster goes: its workers are named with it in seconds, those of the other host work on."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import two_hosts
+import yaml
+from rlhf_core.testing.tiny import save_tiny_model
 
 pytestmark = [
     pytest.mark.stack,
     pytest.mark.skipif(two_hosts.why_not() is not None, reason=two_hosts.why_not() or ""),
 ]
 
+MODULES = os.pathsep.join([str(two_hosts.HERE), str(two_hosts.HERE.parent / "reward_modules")])
 DRIVER = f"""
 import os, time
 from rlhf_launch.placement.executor import WorkerPlan
@@ -47,7 +51,7 @@ cluster.close()
 @pytest.fixture
 def hosts():
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))  # short: Ray's sockets lie below it
-    with two_hosts.two_hosts(folder, {"PYTHONPATH": str(two_hosts.HERE)}, (2, 2)) as both:
+    with two_hosts.two_hosts(folder, {"PYTHONPATH": MODULES}, (2, 2)) as both:
         yield both
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -76,3 +80,46 @@ def test_the_workers_of_a_lost_host_are_named_with_it_and_the_others_work_on(hos
     assert all(" on 10.77.0.2) " in said for _, said in lost)
     assert max(at for at, _ in lost) - struck < 30
     assert [words[1].split()[1] for _, words in lines if words[:1] == ["there"]] == ["False", "False"]
+
+
+def test_the_policy_and_the_engines_over_both_hosts(hosts, tmp_path):
+    """Ranks of a ZeRO-3 group on two hosts; its weights reach one of the engines over the network."""
+    save_tiny_model(tmp_path / "policy")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(8)))
+    settings = {
+        "model": {"path": str(tmp_path / "policy")},
+        "data": {"train": str(tmp_path / "prompts.jsonl")},
+        "lengths": {"max_prompt_tokens": 16, "max_length": 32},
+        "reward": {"function": "launch_rewards:share_of_alphanumerics"},
+        "algorithm": {"name": "grpo", "kl_coef": 0.0},
+        "rollout": {
+            "backend": "transformers",
+            "engines": 2,
+            "samples_per_prompt": 2,
+            "sampling": {"max_tokens": 8},
+        },
+        "train": {"ranks": 2, "prompts_per_step": 4, "steps": 2},
+        "placement": {
+            "executor": "ray",
+            "device": "cpu",
+            "ray_address": f"10.77.0.1:{two_hosts.PORT}",
+            "cpus_per_worker": 1,
+            "policy": {"hosts": 2},
+            "rollout": {"hosts": 2},
+        },
+        "checkpoint": {"every": 2},
+        "output": str(tmp_path / "run"),
+        "tensorboard": False,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    first, _ = hosts
+    command = ("-c", "from rlhf_launch.cli.main import main; main()", "train", str(tmp_path / "run.yaml"))
+    env = os.environ | first.env
+    ran = subprocess.run(
+        first.command(sys.executable, *command), env=env, capture_output=True, text=True, timeout=400
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    assert "weights travel by gloo" in ran.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "seconds/step" in row] == [1, 2]
+    assert all(row["rollout_mismatch/max"] < 1e-3 for row in rows if "rollout_mismatch/max" in row)

@@ -13,6 +13,8 @@ from rlhf_core import (
     TrainCapabilities,
 )
 from rlhf_launch import WorkerRoom, engine_plans, rank_plans
+from rlhf_launch.config.weight_sync import WeightSyncSection
+from rlhf_launch.placement.plans import weight_buffer_bytes
 
 POLICY = EngineConfig(model="m", optimizer=OptimizerConfig(learning_rate=1e-3))
 
@@ -69,3 +71,16 @@ def test_threads_that_the_user_has_set_stand(monkeypatch):
     room = WorkerRoom(threads=8)
     assert threads(rank_plans("policy", "deepspeed", EngineConfig(model="m"), ranks=2, room=room)) == ["5", "5"]
     assert threads(engine_plans("vllm", RolloutConfig(model="m"), room=room)) == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "shares_devices", "mib"),
+    [
+        *(("cuda", None, False, 256 + 2 * 8), ("cuda", "nccl", False, 256 + 2 * 8)),
+        *(("cpu", None, False, 0), ("cuda", "gloo", False, 0), ("cuda", None, True, 0)),
+    ],
+)
+def test_an_engine_is_told_what_weight_links_take_of_its_gpu(device, transport, shares_devices, mib):
+    weights = WeightSyncSection(transport=transport, bucket_bytes=8 << 20)
+    assert weight_buffer_bytes(device, weights, shares_devices=shares_devices) >> 20 == mib
+    assert weight_buffer_bytes(device, None, shares_devices=shares_devices) == 0

@@ -1,11 +1,13 @@
 """A cluster's address is tried by a plain connection before Ray, which would try for minutes."""
 
+import os
 import socket
 import time
 
 import pytest
+from rlhf_algos import PlacementSection
 from rlhf_core import ConfigError, ResourceError
-from rlhf_launch.placement.ray_address import check_address
+from rlhf_launch.placement.ray_address import check_address, cluster_address, worker_env_vars
 
 
 @pytest.fixture
@@ -69,3 +71,52 @@ def test_auto_finds_a_cluster_with_a_folder_of_its_own_by_its_raylet(monkeypatch
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "cmdline").write_text(command)
     check_address("auto")
+
+
+@pytest.fixture
+def no_variables(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("NCCL_", "GLOO_", "HF_", "RLHF_", "RAY_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("configured", "variable", "joined"),
+    [
+        (None, None, None),
+        (None, "10.0.0.1:6379", "10.0.0.1:6379"),  # as `ray job submit` starts a command
+        ("head:6379", "10.0.0.1:6379", "head:6379"),
+        ("auto", None, "auto"),
+        (None, "local", None),
+        (None, "", None),
+    ],
+)
+def test_the_variable_of_ray_is_joined_where_the_configuration_names_no_cluster(
+    no_variables, monkeypatch, configured, variable, joined
+):
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert cluster_address(configured) == joined
+
+
+def test_workers_of_a_joined_cluster_get_variables_of_networks_and_hubs_and_those_that_are_named(
+    no_variables, monkeypatch
+):
+    kept = {"NCCL_IB_HCA": "mlx5", "GLOO_X": "1", "HF_HOME": "/models", "RLHF_SANDBOX_TOKEN": "t", "WANDB_KEY": "k"}
+    for name, value in {**kept, "OTHER": "x", "RLHF_HOST_ADDRESS": "10.0.0.9", "RLHF_LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    placement = PlacementSection(forward_env=("WANDB_KEY",))
+    assert worker_env_vars(placement, joined=True) == kept
+    assert worker_env_vars(placement, joined=False) == {}
+
+
+def test_the_interface_of_the_configuration_reaches_every_worker(no_variables, monkeypatch):
+    monkeypatch.setenv("RLHF_INTERFACE", "eth0")
+    placement = PlacementSection(interface="10.1.0.0/16")
+    assert worker_env_vars(placement, joined=False) == {"RLHF_INTERFACE": "10.1.0.0/16"}
+    assert worker_env_vars(placement, joined=True) == {"RLHF_INTERFACE": "10.1.0.0/16"}
+
+
+def test_a_variable_that_is_named_and_not_set_is_refused(no_variables):
+    with pytest.raises(ConfigError, match="forward_env names NOT_SET_HERE, which is not set here"):
+        worker_env_vars(PlacementSection(forward_env=("NOT_SET_HERE",)), joined=True)

@@ -99,10 +99,12 @@ def test_a_busy_worker_gives_its_pulse(cluster):
     ]
     busy, coroutines = cluster.place(plans)
     assert Waits(60).gather([coroutines.call("count") for _ in range(3)], what="counts") == [3, 3, 3]
-    sleeping = [busy.call("sleep", 4.0), coroutines.call("block", 4.0)]
-    time.sleep(0.5)
-    first, second = Waits(60).gather([busy.pulse(), coroutines.pulse()], what="pulses")
-    assert not any(call.done() for call in sleeping)
+    sleeping = [busy.call("sleep", 6.0), coroutines.call("block", 6.0)]
+    idle = True
+    while idle:  # calls take their time to arrive on a busy machine
+        first, second = Waits(60).gather([busy.pulse(), coroutines.pulse()], what="pulses")
+        assert not any(call.done() for call in sleeping)
+        idle = "nothing" in (first.doing, second.doing)
     assert "sleep since" in first.doing
     assert "test_ray_handle.py" in first.stack
     assert "block since" in second.doing

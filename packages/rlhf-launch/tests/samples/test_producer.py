@@ -6,11 +6,21 @@ import random
 import threading
 import time
 import types
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_core import DeadlineExceeded, DroppedSample, EngineDiedError, RewardError, SamplingConfig, Score
+from rlhf_core import (
+    DeadlineExceeded,
+    DroppedSample,
+    EngineDiedError,
+    GenerationRequest,
+    RewardError,
+    Sample,
+    SamplingConfig,
+    Score,
+)
 from rlhf_core.testing.fakes import ScriptedBackend
 from rlhf_launch.samples.groups import GroupMaker, collate_groups, staleness
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
@@ -214,6 +224,32 @@ def test_engines_that_can_only_abort_continue_from_the_tokens_they_had(start):
     assert len(continued) == 4
     assert len({request.seed for request in run.requests}) == len(run.requests)
     assert all(r.sampling.max_tokens == 64 - (len(r.prompt_token_ids) - 2) for r in continued)
+
+
+def test_samples_that_were_given_up_start_again_where_penalties_count_their_tokens():
+    """To a further request the tokens that were there would be the prompt's, which such penalties pass over."""
+
+    class GivesUpOnce(Engine):
+        async def generate(self, request):
+            result = await super().generate(request)
+            if request.request_id != "r":
+                return result
+            early = Sample(token_ids=(3,), log_probs=(-1.0,), weight_versions=(0,), finish_reason="abort")
+            return replace(result, samples=(result.samples[0], early))
+
+    engine = GivesUpOnce(script=lambda request, index: (7, 8, 9))
+    pool = RolloutPool([LocalHandle("rollout-0", lambda: engine)], waits=Waits(20))
+    pool.start()
+    for penalty, starts_again in (({"frequency_penalty": 0.5}, True), ({"repetition_penalty": 1.5}, False)):
+        sampling = SamplingConfig(max_tokens=8, **penalty)
+        request = GenerationRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling, n=2, seed=1)
+        result = asyncio.run(pool.generate(request))
+        assert [s.finish_reason for s in result.samples] == ["stop", "stop"]
+        again = engine.requests[-1]
+        assert again.prompt_token_ids == ((1,) if starts_again else (1, 3))
+        assert again.sampling.max_tokens == (8 if starts_again else 7)
+        assert result.samples[1].token_ids == ((7, 8, 9) if starts_again else (3, 7, 8, 9))
+    pool.close()
 
 
 def test_engines_stand_still_while_training_only_where_that_is_wanted(start):

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 from rlhf_algos import dump_config, from_mapping
-from rlhf_core import ConfigError, DataError, PluginError, ResourceError
+from rlhf_core import CapabilityError, ConfigError, DataError, PluginError, ResourceError
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import OnlineConfig
@@ -105,6 +105,13 @@ def scoring_server(reward_modules):
     import scoring_server
 
     return scoring_server.scoring_server
+
+
+def test_a_code_reward_without_a_sandbox_is_refused(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(CapabilityError, match=r"reward 'program': this machine has no sandbox.*sandbox: none"):
+        check(program={"kind": "code"})
+    assert check(program={"kind": "code", "sandbox": "none"}).needed == {"program": frozenset({"tests"})}
 
 
 def test_what_is_missing_is_found_before_anything_starts(monkeypatch, scoring_server):

@@ -359,7 +359,7 @@ def test_a_backend_that_cannot_score_is_said_and_used(start, dense):
     assert "cannot score given tokens" in sync.prove()
     report = sync(1)
     assert report.probes == ()
-    assert set(report.metrics) == {"weight_version"}
+    assert set(report.metrics) == {"weight_version", "sync/bytes"}
 
 
 def test_merged_adapters_and_changes_alone_are_probed(start, dense):

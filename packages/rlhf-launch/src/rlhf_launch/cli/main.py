@@ -19,8 +19,9 @@ from rlhf_launch.cli.errors import run_command
 from rlhf_launch.cli.generate import generate
 from rlhf_launch.cli.merge_lora import merge_lora
 from rlhf_launch.cli.offline import offline
-from rlhf_launch.cli.plan import PlanGPUs, PlanHosts, PrintPlan, imagined
+from rlhf_launch.cli.plan import PlanGPUs, PlanHosts, PrintPlan, imagined, plan
 from rlhf_launch.cli.replay import replay
+from rlhf_launch.cli.serve_sandbox import serve_sandbox
 from rlhf_launch.cli.simulate import simulate
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
@@ -178,9 +179,11 @@ app.command()(compare)
 app.command()(init)
 app.command()(generate)
 app.command()(offline)
+app.command()(plan)
 app.command()(simulate)
 app.command("merge-lora")(merge_lora)
 app.command()(replay)
+app.command("serve-sandbox")(serve_sandbox)
 app.add_typer(doctor, name="doctor")
 
 

@@ -68,6 +68,9 @@ class OnlinePlacementSection(PlacementSection):
     """`written`: as many workers as the file says, each role on devices of its own unless `colocate_with` says
     otherwise. `auto`: the same, except that a file that says nothing of numbers and places gets a layout that fills
     the GPUs that there are (docs/placement.md)."""
+    check_memory: Literal["refuse", "print", "off"] = "refuse"
+    """Before it starts, a run says what memory it will need. `refuse`: it does not start where its GPUs are too
+    small by more than the plan may be off (docs/plan.md). `print`: it does. `off`: nothing is planned."""
     policy: RolePlacement = field(default_factory=RolePlacement)
     """The trained model; `train.ranks` of it."""
     critic: EnginePlacement = field(default_factory=EnginePlacement)

@@ -20,8 +20,8 @@ from rlhf_rollout import (
 class RewardSection:
     """Where scores come from: the weighted sum of `parts`, each logged under its name.
 
-    `function` and `model` are the short forms of a part with that name and kind. The rewards of the environment of
-    `rollout.agent` are a part by themselves, named `environment` unless a part of that kind has another name.
+    `function` and `model` are the short forms of a part with that name and kind. What the environment or program of
+    `rollout.agent` gives is a part by itself, named `environment` unless a part of that kind has another name.
     """
 
     parts: Mapping[str, RewardPart] = field(default_factory=dict)

@@ -61,8 +61,8 @@ class RolloutSection:
     samples_per_prompt: int = 8
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=256))
     agent: AgentConfig | None = None
-    """Episodes of several turns in an environment, of `max_model_len` tokens at most, whose rewards
-    count towards the score; single responses if not given."""
+    """Episodes of several turns in an environment or of a program, of `lengths.max_length` tokens at most, whose
+    rewards count towards the score; single responses if not given."""
     dynamic_sampling: DynamicSampling | None = None
     """Off if not given."""
     overlap: Overlap | None = None

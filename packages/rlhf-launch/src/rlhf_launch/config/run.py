@@ -37,6 +37,8 @@ CRITIC_RATE = 9e-6
 """OpenRLHF's critic (its paper, table of hyper-parameters)."""
 MAX_PROMPT_TOKENS = 1024
 MAX_EPISODE_TOKENS = 4096
+_PROCESSING = "top_p, top_k, min_p, min_tokens or penalties"
+"""What makes the distribution that is sampled another one than the trained one."""
 HELD_OUT = "held-out"
 """Name of the set that `data.hold_out` and `evaluation.data` make."""
 
@@ -262,19 +264,19 @@ class OnlineConfig:
             )
         if "log_probs" not in self.algorithm.recipe.old_outputs:
             self._check_sampler_stands_in()
-        if overlap is not None and overlap.off_policy_correction and self.rollout.sampling.meaning.restricted:
+        if overlap is not None and overlap.off_policy_correction and not self.rollout.sampling.meaning.plain:
             raise ConfigError(
                 "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
-                "knows no top_p, top_k, min_p or min_tokens; leave them out of rollout.sampling, or set "
+                f"knows no {_PROCESSING}; leave them out of rollout.sampling, or set "
                 "rollout.overlap.off_policy_correction=false"
             )
 
     def _check_sampler_stands_in(self) -> None:
         """Refuse settings under which the sampler's log-probs cannot stand in for the trainer's."""
         what = f"algorithm {self.algorithm.name!r} starts its ratios from the sampler's log-probs (old_log_probs)"
-        if self.rollout.sampling.meaning.restricted:
+        if not self.rollout.sampling.meaning.plain:
             raise ConfigError(
-                f"{what}, but with top_p, top_k, min_p or min_tokens they are of another distribution than the "
+                f"{what}, but with {_PROCESSING} they are of another distribution than the "
                 "trained one; leave these out of rollout.sampling, or write algorithm.old_log_probs: trainer"
             )
         if self.train.routing_replay:

@@ -16,7 +16,8 @@ class WeightSyncSection:
     """Kind of weight transport (see `rlhf_core.weight_sync`); by default the fastest that the placement
     allows."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """Sender and receivers each hold two buffers of this size (or of the largest tensor)."""
+    """Sender and receivers each hold two buffers of this size, whatever the model: larger tensors travel in parts.
+    With NCCL the receivers' are on the GPUs, and vLLM leaves room for them."""
     checksums: bool = False
     """Receivers compare a checksum of every bucket."""
     adapters: Literal["merged", "adapter"] = "merged"

@@ -70,8 +70,10 @@ def check_mismatch(
     if sampler_model is not None:
         check_model_path(sampler_model, what="--sampler-model")
     sampler_model = absolute_path(sampler_model or config.model.path)
-    # Tokens whose end-of-text was held back have log-probs of yet another distribution.
-    sampling = replace(config.rollout.sampling, min_tokens=0)
+    # Tokens whose end-of-text was held back, or that were penalised, have log-probs of yet another distribution.
+    sampling = replace(
+        config.rollout.sampling, min_tokens=0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+    )
     with _start(config, inputs, sampler_model) as (group, pool, sync):
         sample = response_sampler(pool, sampling, seed=config.seed)
         trajectories = _sample(config, inputs, sample, pool, label="doctor", prompts=prompts)

@@ -64,12 +64,13 @@ def summarise(groups: Sequence[ScoredGroup], *, pass_score: float = 0.5) -> dict
     if not scored:
         return metrics
     samples = [trajectory for group in scored for trajectory in group.trajectories]
+    scores = [score for group in scored for score in group.episode_scores]
     metrics |= {
-        "reward": sum(score.value for group in scored for score in group.scores) / len(samples),
-        "response_length": sum(t.response_length for t in samples) / len(samples),
+        "reward": sum(score.value for score in scores) / len(scores),
+        "response_length": sum(t.response_length for t in samples) / len(scores),
         "truncated": sum(t.truncated for t in samples) / len(samples),
     }
-    counts = [(len(group.scores), sum(s.value > pass_score for s in group.scores)) for group in scored]
+    counts = [(len(group.episodes), sum(s.value > pass_score for s in group.episode_scores)) for group in scored]
     k, least = 1, min(n for n, _ in counts)
     while 1 < least >= k:
         metrics[f"pass@{k}"] = sum(pass_at_k(n, right, k) for n, right in counts) / len(counts)

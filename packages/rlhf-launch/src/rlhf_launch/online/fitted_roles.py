@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from rlhf_core import FittedTokens, TokenPass
+from rlhf_core import FittedTokens, TokenPass, fitted_as_values, fitted_from_values
 
 from rlhf_launch.workers.train_group import TrainGroup
 
@@ -40,16 +39,9 @@ class FittedRoles:
 
     def state(self) -> dict[str, Any]:
         """What the roles that are not trained have found, as plain values."""
-        return {
-            name: {kind: asdict(fitted) for kind, fitted in found.items()}
-            for name, found in self._found.items()
-            if name not in self._trained
-        }
+        return {name: fitted_as_values(found) for name, found in self._found.items() if name not in self._trained}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Give the roles what they had found; those that are new, or not in the state, find it themselves."""
         for name in self._groups.keys() & state.keys():
-            found: dict[TokenPass, FittedTokens] = {
-                kind: FittedTokens(**fitted) for kind, fitted in state[name].items()
-            }
-            self._groups[name].take_fitted_tokens(found)
+            self._groups[name].take_fitted_tokens(fitted_from_values(state[name]))

@@ -49,13 +49,13 @@ class PhaseClock:
 def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Reward, its components, lengths and truncation of one step's samples."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    scores = [score for group in groups for score in group.scores]
+    scores = [score for group in groups for score in group.episode_scores]
     values = [score.value for score in scores]
     mean = sum(values) / len(values)
     metrics = {
         "reward": mean,
         "reward_std": (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5,
-        "response_length": sum(t.response_length for t in trajectories) / len(trajectories),
+        "response_length": sum(t.response_length for t in trajectories) / len(scores),
         "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
     }
     greedy = [group.greedy_score for group in groups if group.greedy_score is not None]
@@ -68,10 +68,10 @@ def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def comparable(groups: Sequence[ScoredGroup]) -> bool:
-    """Whether the sampler's log-probs are of the trained distribution: no top-p, top-k and the like."""
+    """Whether the sampler's log-probs are of the trained distribution: no top-p, top-k, penalties and the like."""
     # Samples of one request share their meaning.
     meanings = {id(one.meaning): one.meaning for group in groups for one in group.trajectories}
-    return not any(meaning.restricted for meaning in meanings.values())
+    return all(meaning.plain for meaning in meanings.values())
 
 
 def step_metrics(reports: Mapping[str, Sequence[StepReport]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_transport
+from rlhf_rollout import ChatTokens, check_agent
 
 from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut
@@ -14,6 +15,7 @@ from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
 from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, check_reward
+from rlhf_launch.samples.sampling import gateway_class
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +49,11 @@ def check_inputs(config: OnlineConfig) -> Inputs:
         if path is not None:
             check_model_path(path, what=key)
     if config.rollout.agent is not None:
-        config.rollout.agent.environment_maker()
+        check_agent(config.rollout.agent)
     tokenizer = policy_tokenizer(config.model)
+    if config.rollout.agent is not None and config.rollout.agent.uses_gateway:
+        gateway_class()
+        ChatTokens(tokenizer)  # refuses a tokenizer without a chat template
     agent = config.rollout.agent is not None
     trusted = config.model.trust_remote_code
     reward = check_reward(config.reward, tokenizer, environment=agent, trust_remote_code=trusted)

@@ -32,6 +32,7 @@ from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.online.report import Reporter, plot_run
 from rlhf_launch.online.setup import open_run
 from rlhf_launch.placement.fill import filled_here
+from rlhf_launch.planning.command import say_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +106,7 @@ def _train(
         say(f"  {layout}")
     inputs, store = check_inputs(config), checkpoint_store(config, say=say)
     _describe(config, inputs, console)
+    say_plan(config, inputs.backends, lambda line: say(f"  {line}"))
     checked = [inputs]
 
     def attempt(begin: Checkpoint | None) -> RunResult:

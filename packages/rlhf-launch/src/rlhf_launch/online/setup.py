@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from rlhf_algos import CheckpointSchedule, CheckpointStore
 from rlhf_core import ConfigError, SamplingConfig, StopRequest
+from rlhf_rollout import AgentConfig, AgentLoop, EnvironmentRewardConfig, ProgramLoop, tool_call_parser
 
 from rlhf_launch.bundles.keep import BundleKeeper
 from rlhf_launch.config.placement import REWARD
@@ -29,10 +30,18 @@ from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder, open_reward
-from rlhf_launch.samples.sampling import GroupSampler, episode_sampler, greedy_sampling, response_sampler
+from rlhf_launch.samples.sampling import (
+    GATEWAY_MODEL,
+    GroupSampler,
+    episode_sampler,
+    greedy_sampling,
+    open_gateway,
+    response_sampler,
+)
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.devices import SharedDevices, described_turns
+from rlhf_launch.workers.process import spared_collector
 from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.waits import Waits
 
@@ -73,9 +82,8 @@ def open_run(
         pool.replace_with(replacement)
         stack.callback(replacement.stop)
         reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
-        # What is there now stays: the collector need not look through it again with every request in flight.
-        gc.freeze()
-        make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer))
+        stack.enter_context(spared_collector())
+        make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer), stack)
         prompts = prompt_stream(config, inputs)
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
@@ -120,7 +128,7 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Wait
     backends = inputs.backends
     training = all_training_plans(config, backends)
     executor = executor_of(config, backends)
-    rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank)
+    rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank, weights=config.weight_sync)
 
     def say(line: str) -> None:
         reporter.say(f"  {line}")
@@ -188,9 +196,14 @@ def plan_of(config: OnlineConfig) -> UpdatePlan:
     )
 
 
-def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder) -> MakeGroups:
-    """What gives, for any settings of sampling, what makes scored groups: single responses or episodes."""
-    sampler = _samplers(config, pool, rewarder.tokenizer)
+def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder, stack: ExitStack) -> MakeGroups:
+    """What gives, for any settings of sampling, what makes scored groups: single responses or episodes.
+
+    What episodes need, a gateway or processes, is closed with the stack.
+    """
+    sampler: Callable[[SamplingConfig], GroupSampler] = partial(response_sampler, pool, seed=config.seed)
+    if config.rollout.agent is not None:
+        sampler = _episode_samplers(config, config.rollout.agent, pool, rewarder.tokenizer, stack)
 
     def make(sampling: SamplingConfig, *, greedy_scores: bool = False) -> GroupMaker:
         likeliest = sampler(greedy_sampling(sampling)) if greedy_scores else None
@@ -199,11 +212,33 @@ def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder) ->
     return make
 
 
-def _samplers(config: OnlineConfig, pool: RolloutPool, tokenizer: Any) -> Callable[[SamplingConfig], GroupSampler]:
-    agent, seed, longest = config.rollout.agent, config.seed, config.max_length
-    if agent is None:
-        return lambda sampling: response_sampler(pool, sampling, seed=seed)
-    return lambda sampling: episode_sampler(pool, agent, sampling, tokenizer, max_tokens=longest, seed=seed)
+def _episode_samplers(
+    config: OnlineConfig, agent: AgentConfig, pool: RolloutPool, tokenizer: Any, stack: ExitStack
+) -> Callable[[SamplingConfig], GroupSampler]:
+    """One sampler for each settings of sampling, however often it is asked for."""
+    longest = config.max_length
+    gateway = None
+    if agent.uses_gateway:
+        gateway = stack.enter_context(open_gateway(pool, tokenizer, agent, max_length=longest))
+    parts = config.reward.all_parts(environment=True).values()
+    alone = all(isinstance(part, EnvironmentRewardConfig) for part in parts)
+    made: dict[str, GroupSampler] = {}
+
+    def loop_of(sampling: SamplingConfig) -> AgentLoop | ProgramLoop:
+        if gateway is not None:
+            return ProgramLoop(gateway, agent, sampling=sampling, model=GATEWAY_MODEL, needs_reward=alone)
+        calls = tool_call_parser(tokenizer)
+        loop = AgentLoop(pool, tokenizer, agent, sampling=sampling, max_tokens=longest, parse_tool_calls=calls)
+        stack.callback(loop.close)
+        return loop
+
+    def sampler(sampling: SamplingConfig) -> GroupSampler:
+        key = repr(sampling)
+        if key not in made:
+            made[key] = episode_sampler(loop_of(sampling), seed=config.seed)
+        return made[key]
+
+    return sampler
 
 
 def open_producer(

@@ -23,7 +23,7 @@ _TITLES = ("role", "workers", "host", "GPUs", "in turns with", "runs", "model", 
 def plans_of(config: OnlineConfig, backends: ResolvedBackends) -> list[WorkerPlan]:
     """All workers of a run, role by role, the rollout engines last."""
     training = all_training_plans(config, backends).values()
-    rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank)
+    rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank, weights=config.weight_sync)
     return [plan for plans in (*training, rollout) for plan in plans]
 
 

@@ -17,12 +17,14 @@ from rlhf_core import (
     RolloutConfig,
     env_vars_of,
     load_plugin,
+    receiver_bytes,
 )
 from rlhf_rollout import ModelRewardConfig
 
 from rlhf_launch.config.placement import REWARD, EnginePlacement
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import OnlineConfig
+from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.placement.executor import WorkerPlan, WorkerRoom
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
 from rlhf_launch.workers.devices import ROLLOUT
@@ -244,9 +246,23 @@ def engine_plans(
     ]
 
 
-def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_rank: int = 0) -> list[WorkerPlan]:
-    """The rollout engines; `adapter_rank` is that of adapters which they will be sent alone."""
+def rollout_plans(
+    config: WorkerNeeds,
+    backends: ResolvedBackends,
+    *,
+    adapter_rank: int = 0,
+    weights: WeightSyncSection | None = None,
+) -> list[WorkerPlan]:
+    """The rollout engines.
+
+    Args:
+        config: the run.
+        backends: what its backends and devices were found to be.
+        adapter_rank: that of adapters which the engines will be sent alone.
+        weights: how weights will be sent; None if none will.
+    """
     rollout = config.rollout
+    shares_devices = any(ROLLOUT in members for members in config.shared)
     backend_config = RolloutConfig(
         model=config.model.path,
         dtype=backends.dtype,
@@ -256,12 +272,21 @@ def rollout_plans(config: WorkerNeeds, backends: ResolvedBackends, *, adapter_ra
         tensor_parallel_size=rollout.tensor_parallel_size,
         pipeline_parallel_size=rollout.pipeline_parallel_size,
         adapter_rank=adapter_rank,
-        shares_devices=any(ROLLOUT in members for members in config.shared),
+        shares_devices=shares_devices,
+        weight_buffer_bytes=weight_buffer_bytes(backends.device, weights, shares_devices=shares_devices),
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,
     )
     return engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config, "rollout"))
+
+
+def weight_buffer_bytes(device: str, weights: WeightSyncSection | None, *, shares_devices: bool) -> int:
+    """Bytes of its GPU that a rollout worker may need for its end of a weight link, whose kind is not known yet."""
+    if weights is None or not device.startswith("cuda") or weights.transport not in (None, "nccl"):
+        return 0
+    # On one device with the policy, weights come by memory that the sender has.
+    return 0 if shares_devices else receiver_bytes("nccl", weights.bucket_bytes)
 
 
 def roles_of(config: OnlineConfig) -> list[Role]:

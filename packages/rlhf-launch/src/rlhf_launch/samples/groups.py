@@ -23,6 +23,7 @@ from rlhf_rollout import ScoredGroup, gather_or_cancel, score_group
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.samples.reward import Rewarder
 from rlhf_launch.samples.sampling import GroupSampler
+from rlhf_launch.workers.episodes import EPISODES
 from rlhf_launch.workers.waits import Waits
 
 
@@ -128,8 +129,8 @@ def rows_of_groups(groups: Sequence[ScoredGroup]) -> RaggedBatch:
     """The samples of all groups as a batch, row after row, in the memory that they came in.
 
     Its columns are those of `rlhf_core.collate`, and `scores` [rows], `group_ids` [rows] (rows of one prompt share
-    a number), `truncated` [rows], `greedy_scores` [rows] where the groups have them, and `score/<part>` [rows] for
-    every part that all scores name.
+    a number), `episode_ids` [rows] likewise where an episode has several rows, `truncated` [rows], `greedy_scores`
+    [rows] where the groups have them, and `score/<part>` [rows] for every part that all scores name.
 
     Raises:
         CapabilityError: a sample has images, which the training engines cannot see.
@@ -149,6 +150,9 @@ def rows_of_groups(groups: Sequence[ScoredGroup]) -> RaggedBatch:
         "group_ids": torch.arange(len(groups)).repeat_interleave(sizes),
         "truncated": torch.tensor([trajectory.truncated for trajectory in trajectories]),
     }
+    episodes = [episode for group in groups for episode in group.episodes]
+    if len(episodes) < len(trajectories):
+        columns[EPISODES] = torch.arange(len(episodes)).repeat_interleave(torch.tensor(list(map(len, episodes))))
     greedy_scores = [group.greedy_score for group in groups for _ in group.trajectories]
     if None not in greedy_scores:
         columns["greedy_scores"] = torch.tensor(greedy_scores, dtype=torch.float32)

@@ -37,11 +37,19 @@ class Prompt:
     """Any sequence of numbers may be given."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns under the names that the reward function takes."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat messages that `text` is made of; empty for plain text."""
 
     if TYPE_CHECKING:
 
         def __init__(
-            self, *, prompt_id: str, text: str, token_ids: IntsLike, metadata: Mapping[str, Any] = ...
+            self,
+            *,
+            prompt_id: str,
+            text: str,
+            token_ids: IntsLike,
+            metadata: Mapping[str, Any] = ...,
+            messages: tuple[Mapping[str, Any], ...] = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -170,7 +178,7 @@ def make_prompts(
     form = form or PromptFormat()
     prompts, dropped = [], 0
     for index, row in enumerate(rows):
-        text, token_ids = _tokenise(row, tokenizer, form)
+        text, token_ids, messages = _tokenise(row, tokenizer, form)
         fitted = form.lengths.fitted_prompt(token_ids, row.place, default=MAX_PROMPT_TOKENS)
         if fitted is None:
             dropped += 1
@@ -181,6 +189,7 @@ def make_prompts(
                 text=text,
                 token_ids=tuple(fitted),
                 metadata={name: value for name, value in row.values.items() if name not in ("prompt", "messages")},
+                messages=messages,
             )
         )
     if not prompts:
@@ -189,7 +198,7 @@ def make_prompts(
     return prompts, dropped
 
 
-def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[int]]:
+def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[int], tuple[Mapping[str, Any], ...]]:
     value = _prompt_of(row)
     if isinstance(value, str):
         value = value if form.prompt_template is None else form.prompt_template.replace("{}", value)
@@ -217,7 +226,7 @@ def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[i
         )
     if not token_ids:
         raise DataError(f"{row.place}: the tokenizer makes no tokens of the prompt {text[:40]!r}")
-    return text, token_ids
+    return text, token_ids, () if isinstance(messages, str) else tuple(messages)
 
 
 def _prompt_of(row: Row) -> Any:

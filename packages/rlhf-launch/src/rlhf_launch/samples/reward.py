@@ -23,7 +23,7 @@ from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.workers.train_group import TrainGroup
 
-_WITH_EPISODES = frozenset({"turns", "environment"})
+_WITH_EPISODES = frozenset({"turns", "earned", "environment"})
 """Columns that the agent loop adds to those of the data."""
 
 

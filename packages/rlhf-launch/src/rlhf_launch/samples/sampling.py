@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core import (
     DroppedSample,
@@ -13,15 +13,22 @@ from rlhf_core import (
     PackedFlags,
     PackedFloats,
     PackedInts,
+    PluginError,
+    Run,
     SamplingConfig,
     Trajectory,
 )
-from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, tool_call_parser
+from rlhf_rollout import AgentConfig, AgentLoop, AgentTask, GatewayConfig, ProgramLoop
 
 from rlhf_launch.samples.prompts import Prompt
 from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.rollout_pool import RolloutPool
 
+if TYPE_CHECKING:
+    from rlhf_rollout import Gateway
+
+GATEWAY_MODEL = "policy"
+"""The name under which programs ask for the model."""
 GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory | DroppedSample]]]
 """Draws samples: from a prompt, a label that is unique in the run, and the number of samples."""
 
@@ -48,39 +55,51 @@ def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int) 
     return sample
 
 
-def episode_sampler(
-    pool: RolloutPool,
-    agent: AgentConfig,
-    sampling: SamplingConfig,
-    tokenizer: Any,
-    *,
-    max_tokens: int,
-    seed: int,
-) -> GroupSampler:
+def episode_sampler(loop: AgentLoop | ProgramLoop, *, seed: int) -> GroupSampler:
     """A sampler of episodes of several turns.
 
     Args:
-        pool: the rollout engines.
-        agent: the environment, and the limits of an episode.
-        sampling: settings of every turn.
-        tokenizer: the policy's.
-        max_tokens: tokens of an episode, prompt and environment included.
-        seed: the run's; the seeds of the turns follow from it and the label.
+        loop: plays them.
+        seed: the run's; the seeds of the turns in an environment follow from it and the label. What a program asks
+            for is its own affair: its turns have no seeds of ours.
     """
-    tool_calls = tool_call_parser(tokenizer)
-    loop = AgentLoop(pool, tokenizer, agent, sampling=sampling, max_tokens=max_tokens, parse_tool_calls=tool_calls)
 
     async def play(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
         task = AgentTask(
             group_id=label,
             prompt_token_ids=prompt.token_ids,
             metadata={**prompt.metadata, "prompt": prompt.text},
+            messages=prompt.messages,
             episodes=samples,
             seed=request_seed(seed, label),
         )
         return await loop.run_group(task)
 
     return play
+
+
+def open_gateway(pool: RolloutPool, tokenizer: Any, agent: AgentConfig, *, max_length: int) -> Gateway:
+    """A gateway in front of the rollout engines, for the programs of a run. It listens once it is started."""
+    config = GatewayConfig(
+        model=GATEWAY_MODEL,
+        max_model_len=max_length,
+        max_sessions=2 * agent.max_episodes,
+        session_idle_s=2 * agent.episode_timeout_s,
+    )
+    return gateway_class()(pool, tokenizer, config)
+
+
+def gateway_class() -> type[Gateway]:
+    """The class `Gateway`, which needs an extra.
+
+    Raises:
+        PluginError: the extra is not installed.
+    """
+    try:
+        from rlhf_rollout import Gateway
+    except ImportError as error:
+        raise PluginError(f"rollout.agent: a program or a command talks to the gateway, but {error}") from error
+    return Gateway
 
 
 def greedy_sampling(sampling: SamplingConfig) -> SamplingConfig:
@@ -91,15 +110,15 @@ def greedy_sampling(sampling: SamplingConfig) -> SamplingConfig:
 def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory]:
     """Single-turn trajectories: the prompt's tokens, then the sampled ones."""
     size, tokens = len(prompt.token_ids), PackedInts.of(prompt.token_ids)
-    given, nothing, none = PackedFlags.full(size, False), PackedFloats.full(size, 0.0), PackedInts.full(size, -1)
+    given, nothing, none = Run(False, size), Run(0.0, size), Run(-1, size)
     return [
         Trajectory(
             sample_id=f"{result.request_id}/{index}",
             group_id=result.request_id,
-            token_ids=tokens + sample.token_ids,
-            response_mask=given + PackedFlags.full(sample.length, True),
-            rollout_log_probs=nothing + sample.log_probs,
-            weight_versions=none + sample.weight_versions,
+            token_ids=PackedInts.joined((tokens, sample.token_ids)),
+            response_mask=PackedFlags.joined((given, Run(True, sample.length))),
+            rollout_log_probs=PackedFloats.joined((nothing, sample.log_probs)),
+            weight_versions=PackedInts.joined((none, sample.weight_versions)),
             meaning=result.meaning,
             truncated=sample.finish_reason != "stop",
             metadata={**prompt.metadata, "prompt": prompt.text},

@@ -105,6 +105,7 @@ def _plain(group: ScoredGroup) -> dict[str, Any]:
             {
                 "sample_id": sample.sample_id,
                 "group_id": sample.group_id,
+                "episode_id": sample.episode_id,
                 "meaning": asdict(sample.meaning),
                 "truncated": sample.truncated,
                 "metadata": dict(sample.metadata),

@@ -18,6 +18,7 @@ from rlhf_core import (
     Link,
     PauseMode,
     Sample,
+    SendReport,
     StaleWeightsError,
     WeightManifest,
     WeightSyncError,
@@ -162,7 +163,8 @@ class SimulatedWeights:
             if all(engine.receives(manifest) for engine in receivers):
                 for engine in receivers:
                     engine.commit(manifest.version)
-                sent.set_result(self.speed.seconds)
+                size = manifest.total_bytes
+                sent.set_result(SendReport(bytes=size, gathered_bytes=0, seconds=self.speed.seconds))
             else:
                 self.clock.loop.call_later(self.speed.give_up_s, fail)
 

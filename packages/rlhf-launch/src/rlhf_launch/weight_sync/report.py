@@ -19,6 +19,9 @@ class SyncReport:
     buckets: int
     seconds: float
     """Time from the first control call to the last acknowledgement, the probe included."""
+    gathered_bytes: int = 0
+    """Bytes of the parameters that the policy's ranks gathered for it, again for each time; 0 where an engine does
+    not count them."""
     partial: bool = False
     """Whether only changes were sent."""
     lost: tuple[str, ...] = ()
@@ -31,7 +34,9 @@ class SyncReport:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers of the sync, for a log."""
-        metrics = {"weight_version": float(self.version)}
+        metrics = {"weight_version": float(self.version), "sync/bytes": float(self.bytes)}
+        if self.gathered_bytes and self.bytes:
+            metrics["sync/gathered_per_sent"] = self.gathered_bytes / self.bytes
         if self.probes:
             metrics["sync/probe_seconds"] = self.probe_seconds
             metrics["sync/probe_gap"] = max(report.gap.mean for report in self.probes)

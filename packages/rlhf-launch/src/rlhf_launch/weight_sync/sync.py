@@ -216,7 +216,8 @@ class WeightSync:
         # Both sides enter together: the receivers' calls are under way before the senders start.
         receiving = self._pool.receive(engines, manifest, check)
         what = f"weights of version {version} to arrive"
-        loads = self._meet(self._policy.send(manifest), receiving, engines, what)[: len(engines)]
+        results = self._meet(self._policy.send(manifest), receiving, engines, what)
+        loads, sent = results[: len(engines)], results[len(engines)]
         probes = tuple(load.probe for load in loads if load.probe is not None)
         self._verification.accept(version, check, zip(engines, probes, strict=False))
         if self._options.delta != "none":
@@ -228,6 +229,7 @@ class WeightSync:
             bytes=manifest.total_bytes,
             buckets=len(manifest.buckets()),
             seconds=time.perf_counter() - begin,
+            gathered_bytes=sent.gathered_bytes,
             partial=manifest.partial,
             probes=probes,
             probe_seconds=answered - begin + slowest if probes else 0.0,

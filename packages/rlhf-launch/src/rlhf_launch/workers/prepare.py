@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rlhf_algos import Recipe
+from rlhf_algos import EPISODE_SHARE, Recipe
 from rlhf_core import RUN_TOGETHER, Batch, Largest, Metric, ModelOutputs, RaggedBatch, RaggedColumn
 from torch import Tensor
+
+from rlhf_launch.workers.episodes import EPISODES, episode_rows, episode_shares, joined_episodes
 
 Columns = Mapping[str, RaggedColumn | NDArray[Any]]
 """Columns of some rows: per token, or [rows]; a number of the whole batch is an array without dimensions."""
@@ -80,10 +82,31 @@ class Prepared:
 
 
 def prepare_rows(batch: RaggedBatch, recipe: Recipe, kl_coef: float, width: int | None = None) -> Prepared:
-    """Let an algorithm prepare rows, with padding up to `width`.
+    """Let an algorithm prepare rows, with padding up to `width`; the rows of an episode are one row to it.
 
     `mismatch/log_prob_max` is the largest difference between the sampler's and the trainer's log-prob of one token.
     """
+    if EPISODES not in batch.per_row:
+        return _prepare_rows(batch, recipe, kl_coef, width)
+    episodes = episode_rows(batch)
+    joined = joined_episodes(batch, episodes)
+    prepared = _prepare_rows(joined, recipe, kl_coef, max(width or 0, joined.width))
+    columns = {name: _of_rows(column, batch.lengths, episodes) for name, column in prepared.columns.items()}
+    mask = columns.get("response_mask")
+    counted = mask if isinstance(mask, RaggedColumn) else batch.per_token["response_mask"]
+    return replace(prepared, columns={**columns, EPISODE_SHARE: episode_shares(counted, episodes)})
+
+
+def _of_rows(
+    column: RaggedColumn | NDArray[Any], lengths: Sequence[int], episodes: Sequence[range]
+) -> RaggedColumn | NDArray[Any]:
+    """A column of episodes as one of their rows; a number of the whole batch stays what it is."""
+    if isinstance(column, RaggedColumn):
+        return RaggedColumn.split(column.joined(), lengths)
+    return np.repeat(column, [len(rows) for rows in episodes]) if column.ndim else column
+
+
+def _prepare_rows(batch: RaggedBatch, recipe: Recipe, kl_coef: float, width: int | None) -> Prepared:
     padded = batch.padded(width)
     done, means = recipe.prepare(padded, padded["scores"], padded["group_ids"], kl_coef=kl_coef)
     metrics: dict[str, Metric] = dict(means)

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import struct
+from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 
 import numpy
@@ -17,6 +18,11 @@ import torch
 from rlhf_core import ResourceError
 
 _SIOCGIFADDR = 0x8915
+_GLIBC = "libc.so.6"
+_KEPT = {-1: -1, -3: (1 << 31) - 1}
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3), as high as they go."""
+_COLLECT_AFTER = 50_000
+"""New objects before the collector looks; Python's own is 700."""
 _ADDRESS = "RLHF_HOST_ADDRESS"
 INTERFACE = "RLHF_INTERFACE"
 """Variable: the network interface, or the network, over which hosts reach each other."""
@@ -99,7 +105,37 @@ def trim_memory() -> None:
     glibc."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        ctypes.CDLL(_GLIBC).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def spared_collector() -> Iterator[None]:
+    """Python's collector looks seldom, and never at what there is now.
+
+    The samples of a step are millions of objects in no cycle; by default it would go through all of them, and
+    through everything that is imported, again and again while they arrive.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed host memory until `trim_memory`, large pieces included; does nothing without
+    glibc.
+
+    It gives them back at once otherwise, and every step of a model on the CPU asks for its activations again, page
+    by page.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(_GLIBC)
+        for setting, value in _KEPT.items():
+            library.mallopt(setting, value)
 
 
 def seed_everything(seed: int) -> None:

@@ -200,6 +200,7 @@ class RolloutPool:
         Engines that cannot let running requests stand still give them up in a pause (`finish_reason="abort"`).
         These samples are continued from the tokens that they have, under the weights of the next version; log-probs
         and versions of the tokens say which weights sampled what. A stop string that falls on the seam is not seen.
+        Where penalties count the sampled tokens, these samples start again.
 
         Raises:
             EngineDiedError: no engine is left and none can be had.
@@ -208,6 +209,8 @@ class RolloutPool:
         # Samples stay for steps, some for longer than the cluster whose store they came in, which has little room.
         samples = [sample.owned() for sample in result.samples]
         while unfinished := [index for index, sample in enumerate(samples) if sample.finish_reason == "abort"]:
+            if request.sampling.counts_sampled:  # to a further request they would be tokens of the prompt
+                samples = [_NOTHING if index in unfinished else sample for index, sample in enumerate(samples)]
             rests = [_rest(request, index, samples[index]) for index in unfinished]
             parts = await gather_or_cancel(self._generate(rest) for rest in rests)
             for index, part in zip(unfinished, parts, strict=True):
@@ -351,6 +354,9 @@ class RolloutPool:
             except DeadlineExceeded:  # it stands still or is cut off; the run goes on without it
                 self.drop(engine, f"it did not {method} when it was asked to")
                 self._handles[engine].end()
+
+
+_NOTHING = Sample(token_ids=(), log_probs=(), weight_versions=(), finish_reason="abort")
 
 
 def _rest(request: GenerationRequest, index: int, sample: Sample) -> GenerationRequest:

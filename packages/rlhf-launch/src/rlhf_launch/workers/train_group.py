@@ -233,7 +233,7 @@ class TrainGroup:
         self._all("confirm", version, what="note the version that all engines have")
 
     def send(self, manifest: WeightManifest) -> list[Any]:
-        """Start sending on all ranks; returns futures of seconds."""
+        """Start sending on all ranks; returns futures of their SendReports."""
         calls = [handle.call("send", manifest) for handle in self._handles]
         self._idle.begin(calls)
         return calls

@@ -31,6 +31,7 @@ from rlhf_core import (
     SavesInBackground,
     ScoresWithoutAdapters,
     Sender,
+    SendReport,
     SendsAdapters,
     StepReport,
     TokenPass,
@@ -47,7 +48,13 @@ from rlhf_core import (
 
 from rlhf_launch.workers.prepare import Prepared, joined_outputs, prepare_blocks
 from rlhf_launch.workers.probe import ProbedModel, describe_model
-from rlhf_launch.workers.process import device_names, host_address, seed_everything, trim_memory
+from rlhf_launch.workers.process import (
+    device_names,
+    host_address,
+    keep_freed_memory,
+    seed_everything,
+    trim_memory,
+)
 
 
 class TrainWorker:
@@ -92,6 +99,9 @@ class TrainWorker:
         seed_everything(self._config.seed)
         with model_loading:
             self._engine = load_plugin(TRAIN_ENGINES, self._engine_name)(self._config)
+        trim_memory()
+        if self._config.device == "cpu":
+            keep_freed_memory()
         return time.perf_counter() - begin
 
     @property
@@ -216,11 +226,9 @@ class TrainWorker:
         if self._delta is not None:
             self._delta.confirm(version)
 
-    def send(self, manifest: WeightManifest) -> float:
-        """Gather and send what the manifest says, a collective; returns the seconds that took."""
-        begin = time.perf_counter()
-        send_weights(self._delta or self._weights(manifest.adapter is not None), manifest, self._sender)
-        return time.perf_counter() - begin
+    def send(self, manifest: WeightManifest) -> SendReport:
+        """Gather and send what the manifest says, a collective."""
+        return send_weights(self._delta or self._weights(manifest.adapter is not None), manifest, self._sender)
 
     def offload(self) -> None:
         """See TrainEngine; what is freed on the host goes back to the system."""

@@ -1,0 +1,1 @@
+"""A run before it begins: what fits where, what takes how long, and which layout is best."""
