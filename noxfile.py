@@ -1,6 +1,8 @@
 """What CI runs: `uv run --locked nox`. `nox -s quick` is the subset to run while editing."""
 
 import os
+import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -11,8 +13,15 @@ PACKAGES = {
     path.parent.name: tomllib.loads(path.read_text())["project"]
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
+TEST_GROUP = [
+    need
+    for need in tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["test"]
+    if isinstance(need, str) and not need.startswith("rlhf-")
+]
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "typecheck", "api", "tests", "algos_alone", "own_backend"]
+EXTRAS = {"rlhf-core": "[testing,lora]", "rlhf-algos": "[testing,lora]", "rlhf-rollout": "[gymnasium,mcp]"}
+"""What `lowest` installs beside each package's own needs."""
 # One thread per process: several processes of several threads spin against each other on few cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -51,8 +60,8 @@ def quick(session):
 
 @nox.session
 def tests(session):
-    """The whole suite, real engines included."""
-    session.run("pytest", *session.posargs, env=ENVIRONMENT)
+    """The whole suite, real engines included: two files at a time, as one mostly waits for processes to start."""
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -68,6 +77,25 @@ def faults(session):
 
 
 @nox.session
+def attacks(session):
+    """Every attack on the sandbox, as root and as nobody, with and without user namespaces; prints the table."""
+    session.run(
+        "python", "packages/rlhf-rollout/tests/sandbox/attacks/everywhere.py", *session.posargs, env=ENVIRONMENT
+    )
+
+
+@nox.session(venv_backend="uv")
+def fuzz(session):
+    """Requests made from the gateway's schema, right and wrong ones; `-- --examples 20000` for hours of it."""
+    session.run_install(
+        *["uv", "sync", "-q", "--locked", "--group", "fuzz"],
+        external=True,
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+    session.run("python", "packages/rlhf-rollout/tests/gateway/fuzz.py", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def families(session):
     """Every model type against its own logits, those of vLLM after weight syncs; writes docs/families.md."""
     for script in ("rlhf-core/tests/families/write_table.py", "rlhf-rollout/tests/families/write_engine_table.py"):
@@ -79,6 +107,42 @@ def vectors(session):
     """Write the frozen vectors of losses and estimators; the tests fail where they are stale."""
     script = "packages/rlhf-algos/tests/vectors/write_vectors.py"
     session.run("python", script, "packages/rlhf-algos/src/rlhf_algos/testing/vectors", env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="uv")
+def gpu(session):
+    """Every check that needs GPUs, with the CUDA builds; prints tables for docs/gpu.md. `-- --list` names them."""
+    if {"--list", "--here"} & set(session.posargs):  # nothing to install: this environment's Python
+        arguments = [argument for argument in session.posargs if argument != "--here"]
+        session.run(sys.executable, "tests/gpu", *arguments, external=True, env=ENVIRONMENT)
+        return
+    session.run_install(
+        *["uv", "sync", "-q", "--locked", "--no-group", "cpu", "--group", "cuda"],
+        external=True,
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+    session.run("python", "tests/gpu", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="uv")
+def lowest(session):
+    """The lowest versions that the packages say they take, and the tests that need no engine.
+
+    Left out are the model families, whose page is that of the locked version of Transformers, and the plans of runs
+    with vLLM, which takes one version of torch alone.
+    """
+    packages = [f"{ROOT}/packages/{name}{EXTRAS.get(name, '')}" for name in PACKAGES]
+    # Elsewhere than here, where the workspace overrides the version of torch.
+    with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.install("--resolution", "lowest-direct", *(f"-e{package}" for package in packages))
+        session.install(*TEST_GROUP)
+    left_out = (
+        "rlhf-core/tests/families",
+        "rlhf-launch/tests/planning",
+        "rlhf-launch/tests/placement/test_overview.py",
+    )
+    arguments = session.posargs or ["packages", *(f"--ignore=packages/{path}" for path in left_out)]
+    session.run("pytest", "-q", "-m", "not stack", "-n", "auto", *arguments, env=ENVIRONMENT)
 
 
 @nox.session(venv_backend="uv")
@@ -100,6 +164,18 @@ def own_backend(session):
     )
     session.run("pytest", "-q", "examples/rollout-backend/tests", env=ENVIRONMENT)
     session.run("python", "tests/wheels/own_backend.py", env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="uv")
+@nox.parametrize("published", ["verifiers==0.4.0", "openai-agents==0.24.0"])
+def agents(session, published):
+    """Environments and agents of others against the real packages; these two want different clients of OpenAI."""
+    session.install(
+        *wheels(session, "rlhf-rollout"),
+        *("torch==2.13.0", "transformers>=5.5", "jaxtyping", "gymnasium>=1.2", "mcp>=2.0", published),
+        *("starlette>=1.0", "uvicorn>=0.30", "pytest", "pytest-timeout", "hypothesis"),
+    )
+    session.run("pytest", "-q", "packages/rlhf-rollout/tests/environments", *session.posargs, env=ENVIRONMENT)
 
 
 def closure(package):

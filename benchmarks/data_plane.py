@@ -19,7 +19,7 @@ they are in flight, which in a run are in Ray's object store. Each size runs in 
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
 import json
 import multiprocessing
 import pickle
@@ -70,6 +70,7 @@ from rlhf_launch import (
     Waits,
     pack_groups,
     response_sampler,
+    spared_collector,
 )
 
 GROUP, PROMPT_TOKENS, TOKENS, RANKS, MINIBATCHES = 8, 256, 4096, 8, 2
@@ -245,7 +246,8 @@ def driver(samples: int, tokens: int, *, critic: bool, tail: bool) -> dict[str, 
     producer = Producer(
         make, PromptStream(prompts, seed=0, shuffle=False), ledger, pool, ProducerConfig(samples=GROUP), waits
     )
-    gc.freeze()  # as a run does when its workers are up
+    stack = contextlib.ExitStack()
+    stack.enter_context(spared_collector())  # as a run does when its workers are up
     before, found = _resident(), {}
     mark, aside.seconds = time.process_time(), 0.0
 
@@ -268,6 +270,7 @@ def driver(samples: int, tokens: int, *, critic: bool, tail: bool) -> dict[str, 
     found["save"], found["saved"] = 1e9 * (time.process_time() - begin) / share, saved / share
     found["samples"], found["tokens"] = samples, total
     producer.close()
+    stack.close()
     return found
 
 

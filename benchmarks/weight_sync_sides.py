@@ -124,6 +124,24 @@ class TrainerRank:
             send_weights(self.source, manifest, self.sender if self.rank == 0 else None)
         return usage.found
 
+    def send_counted(self, manifest: Any) -> tuple[tuple[float, float], Any]:
+        """MiB and CPU seconds of a sync, and its own report."""
+        from rlhf_core import send_weights
+
+        with Usage() as usage:
+            report = send_weights(self.source, manifest, self.sender if self.rank == 0 else None)
+        return usage.found, report
+
+    def gathered_per_bucket(self, manifest: Any) -> tuple[float, int]:
+        """Bytes gathered per byte sent if no parameter outlived its bucket; bytes of the largest parameter."""
+        sizes = {
+            name: getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+            for name, parameter in self.source._parameters.items()
+        }
+        sources = [{self.source._sources[spec.name] for spec in bucket.tensors} for bucket in manifest.buckets()]
+        gathered = sum(sizes[name] for bucket in sources for name in bucket)
+        return gathered / manifest.total_bytes, max(sizes.values())
+
     def hold_full(self, manifest: Any) -> None:
         """Keep full copies, so that moving can be timed without gathering."""
         import torch

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC_FOLDERS = {
     "rlhf_algos": ("rlhf_algos.testing",),
     "rlhf_core": ("rlhf_core.testing",),
-    "rlhf_launch": (),
+    "rlhf_launch": ("rlhf_launch.planning",),
     "rlhf_train": (),
 }
 """Packages whose top is their whole API, and the folders beside it that others may import from."""
