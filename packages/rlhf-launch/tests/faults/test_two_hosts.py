@@ -119,7 +119,7 @@ def test_the_policy_and_the_engines_over_both_hosts(hosts, tmp_path):
         first.command(sys.executable, *command), env=env, capture_output=True, text=True, timeout=400
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
-    assert "weights travel by gloo" in ran.stdout
+    assert "weights travel by gloo" in ran.stdout, ran.stdout[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "seconds/step" in row] == [1, 2]
     assert all(row["rollout_mismatch/max"] < 1e-3 for row in rows if "rollout_mismatch/max" in row)

@@ -1,22 +1,26 @@
 """Two hosts on one machine: network namespaces with addresses of their own, and a Ray cluster over both.
 
-Needs root and the program `ip`. The second host has shared memory of its own, as it would on another machine.
+Needs root and the program `ip`. Each has shared memory of its own, the second its own processes too: no process of
+the first can map what one of the second has, as on another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
 PORT = 6390
+_APART = ("unshare", "--mount-proc", "--pid", "--fork", "--kill-child")
 
 
 def why_not() -> str | None:
@@ -40,6 +44,7 @@ class Host:
     address: str
     device: str
     env: dict[str, str] = field(default_factory=dict)
+    _begun: subprocess.Popen[bytes] | None = None
 
     def command(self, *arguments: str) -> list[str]:
         """A command that runs on this host."""
@@ -52,6 +57,17 @@ class Host:
         if done.returncode:
             raise RuntimeError(f"{' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
+    def begin(self, *arguments: str, log: Path, sign: str) -> None:
+        """Start what goes on until this host is killed; returns once its output, in `log`, has the sign."""
+        command = self.command(*arguments)
+        with log.open("w") as output:
+            self._begun = subprocess.Popen(command, env=os.environ | self.env, stdout=output, stderr=output)
+        end = time.monotonic() + 120
+        while sign not in log.read_text():
+            if self._begun.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{' '.join(arguments)}: {log.read_text()[-4000:]}")
+            time.sleep(0.1)
+
     def processes(self) -> list[int]:
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split()]
@@ -61,6 +77,8 @@ class Host:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if self._begun is not None:
+            self._begun.wait()
 
     def cut_off(self) -> None:
         """Take this host's wire away; its processes live on."""
@@ -87,7 +105,8 @@ def two_hosts(folder: Path, env: dict[str, str], cpus: tuple[int, int]) -> Itera
         cpus: that each host offers.
     """
     name = f"rlhf{os.getpid()}"
-    env = {**env, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = {**env, **token, "RAY_USAGE_STATS_ENABLED": "0"}
     hosts = [
         Host(f"{name}{end}", f"10.77.0.{number}", f"v{name}{end}", env) for number, end in ((1, "a"), (2, "b"))
     ]
@@ -111,7 +130,11 @@ def two_hosts(folder: Path, env: dict[str, str], cpus: tuple[int, int]) -> Itera
             start = [ray, "start", *role, f"--node-ip-address={host.address}", f"--num-cpus={count}"]
             start += [f"--temp-dir={folder}/{host.namespace[-1]}", "--object-store-memory=100000000"]
             own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-            host.run("unshare", "--mount", "sh", "-c", own_memory, "sh", *start)
+            if host is first:
+                host.run("unshare", "--mount", "sh", "-c", own_memory, "sh", *start)
+            else:  # its first process must live on, or all others end with it
+                arguments = [*_APART, "sh", "-c", own_memory, "sh", *start, "--block"]
+                host.begin(*arguments, log=folder / "second.log", sign="Ray runtime started")
         yield first, second
     finally:
         for host in hosts:
