@@ -7,8 +7,8 @@
 - `driver`: a GRPO (or PPO) step with the run's own pool, producer, ledger, trainer, groups of ranks and workers.
   Engines answer at once, and what is said to workers and by them is pickled as Ray does it: protocol 5, arrays out
   of band, and read from the bytes without a copy. What happens in the workers is left out of all times; times are
-  processor time of the driver's process, which other work on the same cores lengthens. PPO whitens advantages over
-  the whole step, which the driver does (`Recipe.prepares_by_group`), and so takes more time and memory than GRPO.
+  processor time of the driver's process, which other work on the same cores lengthens. PPO's
+  critic answers with a value for each token, so that more arrays pass through than with GRPO.
 - `sharing`: samples of one prompt dealt to ranks and minibatches. `tokens run` counts a prompt once for each rank
   and minibatch that has a sample of it, as a share of all tokens; `imbalance` is the costliest rank over the mean.
 

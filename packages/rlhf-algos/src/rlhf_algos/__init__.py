@@ -36,6 +36,7 @@ from rlhf_algos.advantages.objectives import (
 from rlhf_algos.advantages.registry import ADVANTAGES, make_advantage
 from rlhf_algos.advantages.returns import (
     Decay,
+    Moments,
     WhitenConfig,
     Whitening,
     between_turns,
@@ -47,6 +48,7 @@ from rlhf_algos.advantages.returns import (
     turn_gae,
     turn_starts,
     whiten,
+    whiten_by,
 )
 from rlhf_algos.advantages.reward_shaping import (
     RewardShaping,
@@ -218,7 +220,15 @@ from rlhf_algos.offline.teacher import DistillConfig, distill
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
-from rlhf_algos.recipes.recipe import KLPlace, OldLogProbs, PolicyRecipe, Recipe, prompt_tokens
+from rlhf_algos.recipes.recipe import (
+    KLPlace,
+    OldLogProbs,
+    PolicyRecipe,
+    PreparesInParts,
+    Recipe,
+    advantage_metrics,
+    prompt_tokens,
+)
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
 from rlhf_algos.run_directory.directory import RunDirectory, Start, installed_versions, open_run_directory
 from rlhf_algos.run_directory.fingerprint import run_fingerprint
@@ -310,6 +320,7 @@ __all__ = [
     "Method",
     "MetricsWriter",
     "ModelSection",
+    "Moments",
     "OPOAdvantagesConfig",
     "ORPOConfig",
     "OffPolicyCorrection",
@@ -331,6 +342,7 @@ __all__ = [
     "PolicyRecipe",
     "PolicyTermsConfig",
     "Prepare",
+    "PreparesInParts",
     "ProcessRewardLossConfig",
     "ProgressBar",
     "RLOOAdvantagesConfig",
@@ -367,6 +379,7 @@ __all__ = [
     "Whitening",
     "absolute_path",
     "add_aux_loss",
+    "advantage_metrics",
     "aggregate",
     "alpha_reward",
     "aot_partners",
@@ -504,6 +517,7 @@ __all__ = [
     "value_clip",
     "vespo",
     "whiten",
+    "whiten_by",
     "with_absolute_paths",
     "with_kl_baseline",
     "with_likelihood",

@@ -34,9 +34,9 @@ class Engine:
         score = (-0.5 if adapters else -0.75) * batch.padded().response_mask.float()
         return self.begun(dict.fromkeys(outputs, score))
 
-    def begin_prepare(self, batch, recipe, *, kl_coef):
+    def prepare(self, batch, recipe, *, kl_coef):
         prepared = prepare_rows(batch, recipe, kl_coef)
-        return self.begun((columns_of_rows([prepared.columns], [range(batch.rows)], batch.rows), prepared.metrics))
+        return columns_of_rows([prepared.columns], [range(batch.rows)], batch.rows), prepared.metrics
 
     def begin_step(self, batch, loss):
         self.steps.append((batch, loss))

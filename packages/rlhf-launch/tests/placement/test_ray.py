@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import ray
 from rlhf_core import ResourceError
 from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
@@ -24,8 +25,6 @@ class Worker:
 @pytest.fixture
 def slow_starts(monkeypatch):
     """Lets the first so many starts of Ray fail as on a busy host; lists the folders that they had."""
-    import ray
-
     folders, start = [], ray.init
 
     def begin(times):
@@ -43,8 +42,12 @@ def slow_starts(monkeypatch):
 
 def test_ray_that_is_too_slow_is_started_again_and_workers_are_as_nice_as_the_run(slow_starts):
     folders = slow_starts(2)
-    cluster = RayCluster()
+    tokens = 40_000_000
+    cluster = RayCluster(step_tokens=tokens)
     try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        room = ray.cluster_resources()["object_store_memory"]
+        assert room >= min(28 * tokens, int(0.3 * memory))  # for the samples of a step
         assert [os.path.exists(folder) for folder in folders] == [False, False, True]
         workers = cluster.place([WorkerPlan(name="policy", worker=Worker, arguments=(), cpus=0.25)])
         assert workers[0].call("niceness").result(timeout=60) == os.nice(0)

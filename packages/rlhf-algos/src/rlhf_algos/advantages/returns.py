@@ -164,6 +164,38 @@ class WhitenConfig:
             raise ConfigError(f"whitening: eps must not be negative, got {self.eps}")
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean, and sum of squared distances from the mean of some numbers; those of parts add up.
+
+    The sum is that of Chan, Golub and LeVeque (1983), which no large mean spoils.
+
+    >>> Moments(2, 1.5, 0.5) + Moments(1, 3.0, 0.0) == Moments(3, 2.0, 2.0)
+    True
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor, *, ranks: Ranks | None = None) -> Moments:
+        """Those of the counted numbers of all ranks, by float64; None means there are no other ranks."""
+        ranks, exact = ranks or OneRank(), values.double()
+        count, total = ranks.sum([float(mask.sum()), float(masked_sum(exact, mask))])
+        mean = total / max(count, 1.0)
+        (squares,) = ranks.sum([float(masked_sum((exact - mean).square(), mask))])
+        return cls(count, mean, squares)
+
+    def __add__(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        mean = self.mean + gap * other.count / count
+        return Moments(count, mean, self.squares + other.squares + gap * gap * self.count * other.count / count)
+
+
 def whiten(
     values: Float[Tensor, "rows length"],
     mask: Bool[Tensor, "rows length"],
@@ -181,18 +213,19 @@ def whiten(
 
     Values that are all equal become zeros by `standardize` and `center`, never NaN.
     """
-    config, ranks = config or WhitenConfig(), ranks or OneRank()
-    exact = values.double()
-    count, total = ranks.sum([float(mask.sum()), float(masked_sum(exact, mask))])
-    mean = total / max(count, 1.0)
-    (squares,) = ranks.sum([float(masked_sum((exact - mean).square(), mask))])
-    variance = squares / max(count - 1.0 if config.unbiased else count, 1.0)
+    return whiten_by(values, mask, config or WhitenConfig(), Moments.of(values, mask, ranks=ranks))
+
+
+def whiten_by(values: Tensor, mask: Tensor, config: WhitenConfig, moments: Moments) -> Tensor:
+    """`whiten` of a part of a batch, by the moments of all counted numbers of the batch; tensors of any shape."""
+    variance = moments.squares / max(moments.count - 1.0 if config.unbiased else moments.count, 1.0)
     rescale = (variance + config.eps if config.eps_mode == "add" else max(variance, config.eps)) ** -0.5
-    result = exact if config.kind == "scale" else exact - mean
+    exact = values.double()
+    result = exact if config.kind == "scale" else exact - moments.mean
     if config.kind != "center":
         result = result * rescale
     if config.kind == "keep_mean":
-        result = result + mean
+        result = result + moments.mean
     return result.masked_fill(~mask, 0).to(values.dtype)
 
 

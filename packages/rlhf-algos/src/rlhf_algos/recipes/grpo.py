@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,12 +89,26 @@ class GRPO(PolicyRecipe):
 
     @property
     def prepares_by_group(self) -> bool:
-        """As the estimator says, if nothing else looks at the whole batch or goes from token to token, which takes
-        as long for a few rows as for all; of another `prepare` nothing is known."""
+        """As the estimator says, if nothing else looks at the whole batch; False with a `prepare` of one's own."""
         own = type(self).prepare is not GRPO.prepare
-        from_token_to_token = self.gamma != 1 or self.kl_in == "reward"
         apart = self.rows_are_apart and bool(self.estimator().says("by_groups"))
-        return apart and not (own or self.whiten or from_token_to_token)
+        return apart and not (own or self.whiten)
+
+    @property
+    def whitening(self) -> WhitenConfig | None:
+        """See PreparesInParts."""
+        if not self.whiten:
+            return None
+        return config_from(WhitenConfig, self.whiten_options, what="whiten_options")
+
+    @property
+    def goes_by_token(self) -> bool:
+        """Where scores are spread with a discount, or less the KL of the tokens; see PreparesInParts."""
+        return self.gamma != 1 or self.kl_in == "reward"
+
+    def unwhitened(self) -> GRPO:
+        """See PreparesInParts."""
+        return replace(self, whiten=False)
 
     def value_loss(self) -> Loss | None:
         """No critic, no loss."""
@@ -127,9 +141,8 @@ class GRPO(PolicyRecipe):
         if advantages.dim() == 1:
             advantages = spread_scores(advantages, batch.response_mask)
         advantages, kl = self._discounted(advantages, batch, kl_coef if self.kl_in == "reward" else 0.0)
-        if self.whiten:
-            config = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
-            advantages = whiten(advantages, batch.response_mask, config)
+        if self.whitening is not None:
+            advantages = whiten(advantages, batch.response_mask, self.whitening)
         return self.finish(batch.with_columns(advantages=advantages), raw_scores, group_ids, metrics | kl)
 
     def _discounted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxtyping import Float, Int
@@ -88,6 +88,28 @@ class PPO(PolicyRecipe):
         """As `PolicyRecipe` says; of another `prepare` nothing is known."""
         return type(self).prepare is not PPO.prepare or PolicyRecipe.needs_old_log_probs.fget(self)  # type: ignore
 
+    @property
+    def whitening(self) -> WhitenConfig | None:
+        """See PreparesInParts."""
+        if not self.whiten:
+            return None
+        return config_from(WhitenConfig, self.whiten_options, what="whiten_options")
+
+    @property
+    def goes_by_token(self) -> bool:
+        """Always; see PreparesInParts."""
+        return True
+
+    def unwhitened(self) -> PPO:
+        """See PreparesInParts."""
+        return replace(self, whiten=False)
+
+    @property
+    def prepares_by_group(self) -> bool:
+        """If nothing is whitened or else looks at the whole batch; False with a `prepare` of one's own."""
+        own = type(self).prepare is not PPO.prepare
+        return self.rows_are_apart and not (own or self.whiten or self.whiten_rewards)
+
     def value_loss(self) -> Loss | None:
         """See Recipe."""
         config = config_from(ValueClipConfig, self.value_loss_options, what="value_loss_options")
@@ -119,16 +141,16 @@ class PPO(PolicyRecipe):
             penalty = self.penalty(batch)
             rewards = rewards - kl_coef * penalty
             metrics["kl"] = mean_of(penalty, mask)
-        whitening = config_from(WhitenConfig, self.whiten_options, what="whiten_options")
         if self.whiten_rewards:
-            rewards = whiten(rewards, mask, WhitenConfig(kind="keep_mean", unbiased=whitening.unbiased))
+            unbiased = config_from(WhitenConfig, self.whiten_options, what="whiten_options").unbiased
+            rewards = whiten(rewards, mask, WhitenConfig(kind="keep_mean", unbiased=unbiased))
         lam = self.lam if self.length_alpha is None else length_adaptive_lam(mask, self.length_alpha)
         advantages, returns = self._gae(rewards, batch["values"], mask, lam)
         if self.lam_critic is not None:
             returns = self._gae(rewards, batch["values"], mask, self.lam_critic)[1]
         metrics["advantage_before_whitening"] = mean_of(advantages, mask)
-        if self.whiten:
-            advantages = whiten(advantages, mask, whitening)
+        if self.whitening is not None:
+            advantages = whiten(advantages, mask, self.whitening)
         batch = batch.with_columns(advantages=advantages, returns=returns, old_values=batch["values"])
         return self.finish(batch, raw_scores, group_ids, metrics)
 

@@ -14,6 +14,7 @@ from rlhf_core import Batch, ConfigError, Loss, Mean, mean_by_parts, mean_of
 from torch import Tensor
 
 from rlhf_algos.advantages.groups import group_sum
+from rlhf_algos.advantages.returns import WhitenConfig
 from rlhf_algos.advantages.reward_shaping import RewardShaping, token_kl
 from rlhf_algos.choices import check_choices
 from rlhf_algos.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, kl_estimate
@@ -104,6 +105,25 @@ class Recipe(Protocol):
 
     def value_loss(self) -> Loss | None:
         """The critic's loss, if there is a critic."""
+        ...
+
+
+@runtime_checkable
+class PreparesInParts(Protocol):
+    """A recipe that looks at the whole batch, if at all, only to whiten `advantages` at the end of `prepare`."""
+
+    @property
+    def whitening(self) -> WhitenConfig | None:
+        """How it whitens the advantages of the whole batch (see `whiten_by`); None if it does not."""
+        ...
+
+    @property
+    def goes_by_token(self) -> bool:
+        """Whether `prepare` goes from token to token, which takes as long for a few rows as for thousands."""
+        ...
+
+    def unwhitened(self) -> Recipe:
+        """The same recipe without the whitening; its `prepares_by_group` says if parts may be prepared apart."""
         ...
 
 
@@ -308,13 +328,18 @@ def reference_kl(batch: Batch, kind: KLEstimator) -> Metrics:
     return {"reference_kl": mean}
 
 
+def advantage_metrics(advantages: Tensor, mask: Tensor) -> Metrics:
+    """Metrics of advantages as the loss reads them: `advantage` and `advantage_abs`, means over counted tokens."""
+    return {
+        "advantage": mean_of(advantages, mask),
+        "advantage_abs": mean_by_parts(torch.abs, mask, advantages),
+    }
+
+
 def _finish(batch: Batch, corrections: tuple[OffPolicyCorrection, ...], metrics: Metrics) -> tuple[Batch, Metrics]:
     mask = batch.response_mask
-    metrics |= {
-        "advantage": mean_of(batch["advantages"], mask),
-        "advantage_abs": mean_by_parts(torch.abs, mask, batch["advantages"]),
-        "response_length": mean_of(mask.count_nonzero(dim=1)),
-    }
+    metrics |= advantage_metrics(batch["advantages"], mask)
+    metrics["response_length"] = mean_of(mask.count_nonzero(dim=1))
     missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch]
     if not missing:
         batch, more = correct_off_policy(batch, corrections)

@@ -131,7 +131,9 @@ class DeltaSource:
         elif spec.name in self._copies:
             self._copies[spec.name].copy_(value)
         else:
-            self._copies[spec.name] = value.to("cpu", copy=True)
+            # Pinned, a GPU reads it at the speed of its bus, and with no thread of the host between.
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._copies[spec.name] = copy.copy_(value)
 
     def _compare(self, spec: TensorSpec, tensor: Tensor) -> TensorSpec | None:
         """How the tensor is to travel; None if it is what the receivers have. Brings the memory up to date."""
@@ -139,18 +141,21 @@ class DeltaSource:
         if self._mode == "tensors":
             before, self._sums[spec.name] = self._sums.get(spec.name), checksum(value)
             return None if before == self._sums[spec.name] else spec
-        value, copy = value.to("cpu"), self._copies[spec.name]
+        copy = self._copies[spec.name]
+        before = copy.to(value.device, non_blocking=True)  # compared where the weights are: only changes leave it
         bits = _INTEGERS[value.element_size()]  # equal bits, so that NaN and the sign of zero count too
-        indices = (value.view(-1).view(bits) != copy.view(-1).view(bits)).nonzero().view(-1)
-        copy.copy_(value)
+        indices = (value.view(-1).view(bits) != before.view(-1).view(bits)).nonzero().view(-1)
         count = indices.numel()
         if count == 0:
             return None
         if count * (INDEX_BYTES + value.element_size()) >= spec.nbytes or value.numel() > _LARGEST_INDEX:
+            copy.copy_(value)
             return spec
+        changed, indices = value.view(-1)[indices].cpu(), indices.cpu()
+        copy.view(-1)[indices] = changed
         sparse = TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, changed=count)
         flat = torch.zeros(sparse.nbytes, dtype=torch.uint8)
         flat[: count * INDEX_BYTES].view(torch.int32).copy_(indices)
-        flat[sparse.values_offset :].view(spec.torch_dtype).copy_(value.view(-1)[indices])
+        flat[sparse.values_offset :].view(spec.torch_dtype).copy_(changed)
         self._changes[spec.name] = flat
         return sparse

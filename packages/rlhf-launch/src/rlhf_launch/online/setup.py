@@ -127,7 +127,8 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Wait
     """One placement for all workers of the run."""
     backends = inputs.backends
     training = all_training_plans(config, backends)
-    executor = executor_of(config, backends)
+    rows = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    executor = executor_of(config, backends, step_tokens=rows * config.max_length)
     rollout = rollout_plans(config, backends, adapter_rank=config.adapter_rank, weights=config.weight_sync)
 
     def say(line: str) -> None:

@@ -17,7 +17,7 @@ from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, s
 from rlhf_launch.samples.groups import rows_of_groups, staleness
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
-from rlhf_launch.workers.prepare import columns_of_rows, prepare_rows
+from rlhf_launch.workers.prepare import columns_of_rows, in_parts, prepare_rows
 from rlhf_launch.workers.train_group import RowColumns, TrainGroup
 
 T = TypeVar("T")
@@ -83,8 +83,8 @@ class Trainer:
         """Train on the groups of a step; returns the batch with all its columns, and the step's metrics.
 
         Nothing is done here for each token: ranks score rows, prepare them and train on them, and what they give
-        goes on to others in the memory that it came in. Only an algorithm that looks at all rows of a step at once
-        (`Recipe.prepares_by_group` says whether it does not) prepares them in this process.
+        goes on to others in the memory that it came in. Only an algorithm that looks at all rows of a step at once,
+        other than to whiten advantages (see `in_parts`), prepares them in this process.
 
         Args:
             groups: the samples with their scores.
@@ -139,8 +139,8 @@ class Trainer:
 
     def prepare(self, batch: RaggedBatch, kl_coef: float) -> tuple[RaggedBatch, dict[str, Metric]]:
         """The batch with the columns that the losses read, and metrics; see `Recipe.prepare`."""
-        if self.recipe.prepares_by_group:
-            columns, metrics = self.policy.begin_prepare(batch, self.recipe, kl_coef=kl_coef).result()
+        if in_parts(self.recipe) is not None:
+            columns, metrics = self.policy.prepare(batch, self.recipe, kl_coef=kl_coef)
             return batch.with_columns(**columns), metrics
         prepared = prepare_rows(batch, self.recipe, kl_coef)
         columns = columns_of_rows([prepared.columns], [range(batch.rows)], batch.rows)

@@ -44,6 +44,11 @@ RAY_VARIABLES = {
     "RAY_worker_niceness": "0",
 }
 """Read by Ray when it starts or joins a cluster; what the user has set is left alone."""
+_BYTES_PER_TOKEN = 56
+"""Of a sample in Ray's object store: 28 as engines answer (`benchmarks/data_plane.py`), and as much again for the
+columns that ranks and critic add."""
+_LARGEST_STORE = 0.3
+"""Share of the host's memory that the store takes at most: what Ray takes by default."""
 
 
 class RayCluster:
@@ -62,6 +67,7 @@ class RayCluster:
         transports: Sequence[str] = ("gloo",),
         timeout_s: float = 600.0,
         env_vars: Mapping[str, str] | None = None,
+        step_tokens: int = 0,
     ) -> None:
         """Join a cluster, or start one.
 
@@ -70,6 +76,7 @@ class RayCluster:
             transports: see Executor.
             timeout_s: how long to wait for room.
             env_vars: variables for all workers.
+            step_tokens: tokens of the samples of a step at most, for which a Ray that is started here has room.
         """
         self.transports = transports
         self._variables = dict(env_vars or {})
@@ -82,6 +89,7 @@ class RayCluster:
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
         self._ray = ray
         self._timeout_s = timeout_s
+        self._step_tokens = step_tokens
         self._address = address
         self._rooms: list[Reservation] = []
         self._places: dict[str, tuple[Reservation, Place]] = {}
@@ -128,7 +136,7 @@ class RayCluster:
             with _keeping_signal_handlers():
                 self._ray.init(
                     include_dashboard=False,
-                    object_store_memory=_object_store_bytes(),
+                    object_store_memory=_object_store_bytes(self._step_tokens),
                     _temp_dir=str(scratch.path),
                     **_QUIETLY,
                 )
@@ -333,7 +341,11 @@ def _keeping_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _object_store_bytes() -> int:
-    """Bytes of the object store: a small share of memory, since batches pass through it and weights do not."""
+def _object_store_bytes(step_tokens: int) -> int:
+    """Bytes of the object store: weights do not pass through it, but the samples of a step do.
+
+    What has no room in it goes by way of a disk.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(80 << 20, min(2 << 30, memory // 20))
+    usual = max(80 << 20, min(2 << 30, memory // 20))
+    return max(usual, min(step_tokens * _BYTES_PER_TOKEN, int(memory * _LARGEST_STORE)))

@@ -35,7 +35,9 @@ class Workers:
     """What placed them; it starts replacements."""
 
 
-def open_executor(kind: str, *, device: str = "cpu", placement: PlacementSection | None = None) -> Executor:
+def open_executor(
+    kind: str, *, device: str = "cpu", placement: PlacementSection | None = None, step_tokens: int = 0
+) -> Executor:
     """The executor of a kind: `local` or `ray`.
 
     Args:
@@ -43,6 +45,7 @@ def open_executor(kind: str, *, device: str = "cpu", placement: PlacementSection
         device: `cuda` or `cpu`; decides how weights can travel.
         placement: which cluster is joined or started, how long to wait for room in it, and what its workers know of
             this process and of the network.
+        step_tokens: see RayCluster.
     """
     if kind == "local":
         return LocalExecutor()
@@ -54,12 +57,15 @@ def open_executor(kind: str, *, device: str = "cpu", placement: PlacementSection
         transports=transports,
         timeout_s=placement.timeout_s,
         env_vars=worker_env_vars(placement, joined=address is not None),
+        step_tokens=step_tokens,
     )
 
 
-def executor_of(config: WorkerNeeds, backends: ResolvedBackends) -> Executor:
-    """The executor that a configuration names."""
-    return open_executor(backends.executor, device=backends.device, placement=config.placement)
+def executor_of(config: WorkerNeeds, backends: ResolvedBackends, *, step_tokens: int = 0) -> Executor:
+    """The executor that a configuration names; for `step_tokens` see RayCluster."""
+    return open_executor(
+        backends.executor, device=backends.device, placement=config.placement, step_tokens=step_tokens
+    )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rlhf_algos import EPISODE_SHARE, Recipe
+from rlhf_algos import (
+    EPISODE_SHARE,
+    Moments,
+    PreparesInParts,
+    Recipe,
+    WhitenConfig,
+    advantage_metrics,
+    whiten_by,
+)
 from rlhf_core import RUN_TOGETHER, Batch, Largest, Metric, ModelOutputs, RaggedBatch, RaggedColumn
 from torch import Tensor
 
@@ -22,6 +30,8 @@ SCORED_COLUMNS = frozenset({RUN_TOGETHER, "candidate_ids", "routed_experts"})
 """Columns that engines look at when they score."""
 _BLOCK = 1 << 18
 """Numbers of a column that are worked on at a time: what a processor's cache holds."""
+_BLOCK_BY_TOKEN = 1 << 22
+"""The same for algorithms that go from token to token: a thousand rows of 4,096 take no longer than ten."""
 
 
 def joined_outputs(outputs: ModelOutputs, batch: Batch) -> dict[str, NDArray[Any]]:
@@ -149,11 +159,67 @@ def prepare_blocks(
     return prepared
 
 
-def blocks_of_groups(batch: RaggedBatch) -> list[range]:
-    """The rows in blocks of whole groups, which follow each other in the batch."""
+@dataclass(frozen=True, slots=True)
+class Unwhitened:
+    """Blocks of rows that are prepared but for the whitening of their advantages."""
+
+    batch: RaggedBatch
+    """The rows of all blocks."""
+    prepared: Sequence[Prepared]
+    """Of each block."""
+    blocks: Sequence[int]
+    """Rows of each."""
+
+    def moments(self) -> list[Moments]:
+        """Those of each block's advantages over its counted tokens."""
+        return [Moments.of(advantages, mask) for _, _, advantages, mask in self._parts()]
+
+    def whitened(self, config: WhitenConfig, moments: Moments) -> list[Prepared]:
+        """The blocks with advantages whitened by the moments of the whole batch, and their metrics."""
+        found: list[Prepared] = []
+        for one, lengths, advantages, mask in self._parts():
+            values = whiten_by(advantages, mask, config, moments)
+            column = RaggedColumn.split(values.numpy(), lengths).compressed()
+            metrics = {**one.metrics, **advantage_metrics(values, mask)}
+            found.append(replace(one, columns={**one.columns, "advantages": column}, metrics=metrics))
+        return found
+
+    def _parts(self) -> Iterator[tuple[Prepared, Sequence[int], Tensor, Tensor]]:
+        """Of each block: what is prepared, lengths, and advantages and mask [tokens] of its rows."""
+        begin = 0
+        for one, count in zip(self.prepared, self.blocks, strict=True):
+            rows = range(begin, begin + count)
+            mask = one.columns.get("response_mask")
+            if mask is None:
+                mask = self.batch.per_token["response_mask"].select(rows)
+            advantages = one.columns["advantages"]
+            if not (isinstance(mask, RaggedColumn) and isinstance(advantages, RaggedColumn)):
+                raise TypeError("advantages and response_mask are columns of numbers for each token")
+            lengths = [self.batch.lengths[row] for row in rows]
+            yield one, lengths, torch.tensor(advantages.joined()), torch.tensor(mask.joined())
+            begin += count
+
+
+def in_parts(recipe: Recipe) -> tuple[Recipe, WhitenConfig | None] | None:
+    """The recipe that prepares groups of rows apart, and how the advantages of all are whitened after it.
+
+    None if it looks at the whole batch in another way.
+    """
+    if recipe.prepares_by_group:
+        return recipe, None
+    if isinstance(recipe, PreparesInParts) and recipe.whitening is not None:
+        apart = recipe.unwhitened()
+        if apart.prepares_by_group:
+            return apart, recipe.whitening
+    return None
+
+
+def blocks_of_groups(batch: RaggedBatch, recipe: Recipe) -> list[range]:
+    """The rows in blocks of whole groups, which follow each other in the batch; as many as suit the recipe."""
     groups = batch.per_row["group_ids"].numpy()
     starts = [0, *(np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist(), batch.rows]
-    most = max(1, _BLOCK // max(1, batch.width))
+    by_token = isinstance(recipe, PreparesInParts) and recipe.goes_by_token
+    most = max(1, (_BLOCK_BY_TOKEN if by_token else _BLOCK) // max(1, batch.width))
     blocks: list[range] = []
     begin = 0
     for start, stop in pairwise(starts):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
-from rlhf_algos import Recipe, check_seen_here
+from rlhf_algos import Moments, Recipe, check_seen_here
 from rlhf_core import (
     RUN_TOGETHER,
     Batch,
@@ -40,6 +40,7 @@ from rlhf_launch.workers.prepare import (
     Prepared,
     blocks_of_groups,
     columns_of_rows,
+    in_parts,
     rows_of_outputs,
 )
 from rlhf_launch.workers.probe import ProbedModel, Scores
@@ -141,28 +142,43 @@ class TrainGroup:
 
         return self.begin(calls, "score a batch", conclude)
 
-    def begin_prepare(
+    @_in_turn
+    def prepare(
         self, batch: RaggedBatch, recipe: Recipe, *, kl_coef: float
-    ) -> Begun[tuple[RowColumns, dict[str, Metric]]]:
-        """Start to prepare whole groups of rows on the ranks, for an algorithm that looks at each group alone.
+    ) -> tuple[RowColumns, dict[str, Metric]]:
+        """Prepare whole groups of rows on the ranks; columns and metrics of the batch.
 
-        Which rows are prepared together does not depend on the number of ranks, nor do the numbers.
+        Which rows are prepared together does not depend on the number of ranks, nor do the numbers. Where
+        advantages are whitened over the batch, ranks keep theirs until the moments of all of them are known.
+
+        Raises:
+            ValueError: the recipe must see the whole batch (see `in_parts`).
         """
-        blocks = blocks_of_groups(batch)
+        parts = in_parts(recipe)
+        if parts is None:
+            raise ValueError(f"{type(recipe).__name__} looks at the whole batch, and cannot prepare it in parts")
+        recipe, whitening = parts
+        blocks = blocks_of_groups(batch, recipe)
         share = -(-len(blocks) // self.ranks)
         dealt = [blocks[start : start + share] for start in range(0, len(blocks), share)]
-        parts = [batch.select(range(some[0].start, some[-1].stop)) for some in dealt]
+        workers = self._handles[: len(dealt)]
+        method = "prepare" if whitening is None else "prepare_unwhitened"
         calls = [
-            handle.call("prepare", part, recipe, kl_coef, [len(rows) for rows in some], batch.width)
-            for handle, part, some in zip(self._handles, parts, dealt, strict=False)
+            handle.call(
+                method,
+                batch.select(range(some[0].start, some[-1].stop)),
+                *(recipe, kl_coef, [len(rows) for rows in some], batch.width),
+            )
+            for handle, some in zip(workers, dealt, strict=True)
         ]
-
-        def conclude(found: list[list[Prepared]]) -> tuple[RowColumns, dict[str, Metric]]:
-            prepared = [one for some in found for one in some]
-            columns = columns_of_rows([one.columns for one in prepared], blocks, batch.rows)
-            return columns, merge_metrics(one.metrics for one in prepared)
-
-        return self.begin(calls, "prepare a batch", conclude)
+        found: list[list[Any]] = self.begin(calls, "prepare a batch", list).result()
+        if whitening is not None:
+            moments = sum((one for some in found for one in some), Moments())
+            calls = [handle.call("whiten", whitening, moments) for handle in workers]
+            found = self.begin(calls, "whiten the advantages of a batch", list).result()
+        prepared: list[Prepared] = [one for some in found for one in some]
+        columns = columns_of_rows([one.columns for one in prepared], blocks, batch.rows)
+        return columns, merge_metrics(one.metrics for one in prepared)
 
     def describe_model(self) -> ProbedModel:
         """What a probe of synced weights must know of the model."""

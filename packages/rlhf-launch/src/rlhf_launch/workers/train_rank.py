@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from rlhf_algos import Recipe, files_below
+from rlhf_algos import Moments, Recipe, WhitenConfig, files_below
 from rlhf_core import (
     TRAIN_ENGINES,
     Batch,
@@ -46,7 +46,7 @@ from rlhf_core import (
     shared_memory_id,
 )
 
-from rlhf_launch.workers.prepare import Prepared, joined_outputs, prepare_blocks
+from rlhf_launch.workers.prepare import Prepared, Unwhitened, joined_outputs, prepare_blocks
 from rlhf_launch.workers.probe import ProbedModel, describe_model
 from rlhf_launch.workers.process import (
     device_names,
@@ -72,6 +72,7 @@ class TrainWorker:
         self._sender: Sender | None = None
         self._delta: DeltaSource | None = None
         self._store: object = None
+        self._unwhitened: Unwhitened | None = None
         self._pending: PendingSave | None = None
 
     def address(self, world_size: int) -> tuple[str, int]:
@@ -155,6 +156,22 @@ class TrainWorker:
     ) -> list[Prepared]:
         """See prepare_blocks; no model is needed for it."""
         return prepare_blocks(batch, recipe, kl_coef, blocks, width)
+
+    def prepare_unwhitened(
+        self, batch: RaggedBatch, recipe: Recipe, kl_coef: float, blocks: Sequence[int], width: int
+    ) -> list[Moments]:
+        """`prepare` all but the whitening, which `whiten` does; returns the moments of each block's advantages."""
+        self._unwhitened = unwhitened = Unwhitened(
+            batch, prepare_blocks(batch, recipe, kl_coef, blocks, width), blocks
+        )
+        return unwhitened.moments()
+
+    def whiten(self, config: WhitenConfig, moments: Moments) -> list[Prepared]:
+        """The blocks of `prepare_unwhitened`, their advantages whitened by the moments of all of them."""
+        unwhitened, self._unwhitened = self._unwhitened, None
+        if unwhitened is None:
+            raise RuntimeError("nothing was prepared that could be whitened")
+        return unwhitened.whitened(config, moments)
 
     def step(self, batch: Batch | RaggedBatch, loss: Loss) -> StepReport:
         """See TrainEngine."""

@@ -63,3 +63,27 @@ def test_a_norm_of_a_part_of_its_input_is_left_alone() -> None:
     before = layer._forward_method
     normalize_by_kernel(nn.ModuleList([layer]))
     assert layer._forward_method == before
+
+
+def activations() -> tuple[Any, Any]:
+    """silu(gate) * up as vLLM runs it on a CPU, and by the kernel."""
+    from rlhf_rollout.backends.vllm.worker.cpu_layers import activate_by_kernel
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    with set_current_vllm_config(VllmConfig()):
+        plain, ours = SiluAndMul(), SiluAndMul()
+    activate_by_kernel(nn.ModuleList([ours]))
+    assert ours._forward_method != ours.forward_cpu
+    return plain, ours
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@torch.inference_mode()
+def test_the_kernel_gives_the_activation_of_torch(dtype: torch.dtype, apart: float) -> None:
+    plain, ours = activations()
+    for rows, size in ((7, 64), (3, 1536), (5, 24)):  # the last is one that the kernel does not take
+        x = 4 * torch.randn(rows, 2 * size).to(dtype)
+        torch.testing.assert_close(ours(x.clone()), plain(x.clone()), rtol=apart, atol=apart)
+    x = torch.randn(9, 2 * 64).to(dtype)
+    assert torch.equal(ours(x.clone())[4], ours(x[4:5].clone())[0])  # in any company

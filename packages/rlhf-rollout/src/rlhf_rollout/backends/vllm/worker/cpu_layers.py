@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+_VECTOR = 16
+"""Numbers that a kernel takes at a time."""
+Activation = Callable[[Tensor], Tensor]
 Norm = Callable[..., Tensor | tuple[Tensor, Tensor]]
 Rotation = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -62,3 +66,25 @@ def _by_kernel(layer: RMSNorm) -> Norm:
         return x, residual
 
     return normalize
+
+
+def activate_by_kernel(model: nn.Module) -> None:
+    """Let vLLM's own kernel for CPUs compute silu(gate) * up, where vLLM would do it by two operations of torch on
+    parts of a tensor that do not lie together: about a fifteenth of the generation of a small model.
+    """
+    for layer in model.modules():
+        if type(layer) is SiluAndMul and type(layer).forward_cpu is SiluAndMul.forward_cpu:
+            activation: Any = layer
+            activation._forward_method = _activate_by_kernel(layer.forward_native)
+
+
+def _activate_by_kernel(native: Activation) -> Activation:
+    def activate(x: Tensor) -> Tensor:
+        size = x.shape[-1] // 2
+        if size % _VECTOR or not x.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
+            return native(x)
+        found = x.new_empty(*x.shape[:-1], size)
+        torch.ops._C.silu_and_mul(found, x)
+        return found
+
+    return activate

@@ -9,7 +9,11 @@ from rlhf_core import WeightManifest
 from vllm.distributed.parallel_state import get_pp_group
 
 from rlhf_rollout.backends.vllm.worker import adapters, cache
-from rlhf_rollout.backends.vllm.worker.cpu_layers import normalize_by_kernel, rotate_heads_by_torch
+from rlhf_rollout.backends.vllm.worker.cpu_layers import (
+    activate_by_kernel,
+    normalize_by_kernel,
+    rotate_heads_by_torch,
+)
 from rlhf_rollout.backends.vllm.worker.transfer import LinkTransfer
 
 Failure = tuple[str, str]
@@ -73,6 +77,7 @@ class RolloutExtension:
             rotate_heads_by_torch(worker.model_runner.model)
             if worker.model_config.enforce_eager:  # compiled layers are fused without them
                 normalize_by_kernel(worker.model_runner.model)
+                activate_by_kernel(worker.model_runner.model)
 
         return _failure_of(prepare)
 
