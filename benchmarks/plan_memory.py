@@ -55,6 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank, nothing sharded": {"ranks": 1, "options": {"stage": 0}},
     "two ranks, ZeRO-3": {"ranks": 2, "options": {"stage": 3}},
     "one rank, checkpointing": {"ranks": 1, "options": {"stage": 3}, "gradient_checkpointing": True},
+    "4-bit weights": {"ranks": 1, "options": {"stage": 2}, "lora": 16, "quantize": "nf4"},
     "adapters + a reference": {"ranks": 1, "options": {"stage": 2}, "lora": 16, "reference": True},
 }
 
@@ -76,7 +77,7 @@ def engine_configs(layout: dict[str, Any], model: str) -> list[Any]:
         model=model,
         optimizer=OptimizerConfig(learning_rate=1e-5),
         gradient_checkpointing=layout.get("gradient_checkpointing", False),
-        lora=LoraConfig(rank=layout["lora"]) if "lora" in layout else None,
+        lora=LoraConfig(rank=layout["lora"], quantize=layout.get("quantize")) if "lora" in layout else None,
         max_tokens_per_micro_batch=layout["tokens"],
         options=layout["options"],
     )

@@ -2,13 +2,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf_core import Batch, ConfigError, EngineConfig, Loss, LossTerms, OptimizerConfig, model_outputs
+from rlhf_core import (
+    Batch,
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    Loss,
+    LossTerms,
+    OptimizerConfig,
+    model_outputs,
+    quantized_loading,
+)
+from rlhf_core.adapters.quantized import is_quantized
 from rlhf_core.training import imagined
 from rlhf_core.training.accumulation import accumulate
 from rlhf_core.training.imagined import ImaginedModel
 from rlhf_core.training.imagining import built, config_of
 from rlhf_core.training.memory_meter import LivingTensors
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 
 def loss_of(outputs, batch, config):
@@ -130,3 +141,25 @@ def test_weights_that_a_pass_keeps_for_its_backward_are_none_of_its_own_memory(t
         return model.step(batch, LOSS).peak
 
     assert abs(2 * peak(64) - peak(128)) < weights / 4
+
+
+def test_frozen_layers_of_4_bits_are_as_large_as_bitsandbytes_makes_them(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    config = model_at(tmp_path, 2)
+    plain, coded = (
+        ImaginedModel(replace(config, lora=LoraConfig(rank=4, quantize=kind))) for kind in (None, "nf4")
+    )
+    built(config, config_of(config)).save_pretrained(tmp_path)
+    settings = quantized_loading("nf4", dtype=torch.float32, device=torch.device("cpu"), extra="extra")
+    held = 0
+    for parameter in AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **settings).parameters():
+        held += parameter.numel() * parameter.element_size()
+        if is_quantized(parameter):
+            scales = parameter.quant_state
+            held += scales.absmax.numel() + 4 * scales.state2.absmax.numel()
+    frozen = sum(one.bytes for one in coded.parameters if not one.trained)
+    assert frozen == pytest.approx(held, rel=0.01)
+    assert frozen < 0.6 * sum(one.bytes for one in plain.parameters if not one.trained)
+    assert max(one.values_bytes for one in coded.parameters) == 4 * 128 * 320  # of the widest layer, in float32
+    assert not any(one.values_bytes for one in plain.parameters)

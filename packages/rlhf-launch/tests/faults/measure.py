@@ -468,7 +468,7 @@ def examine_hosts(bench: Bench, way: str, held: str) -> Finding:
     scratch = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))
     env = {"PYTHONPATH": os.pathsep.join(MODULES), "PATH": os.environ["PATH"]}
     try:
-        with two_hosts.two_hosts(scratch, env, (4, 2)) as (first, second):
+        with two_hosts.two_hosts(scratch, env, (6, 2)) as (first, second):
             with bench.start(common | placed, host=first) as run:
                 wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 400)
                 struck = time.time()

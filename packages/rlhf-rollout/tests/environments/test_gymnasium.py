@@ -42,8 +42,12 @@ def test_a_turn_without_an_action_steps_nothing():
 
 
 def test_episodes_of_a_seed_start_alike():
+    import gymnasium
+
+    newest = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
+
     def start(seed):
-        return GymnasiumEnvironment("Taxi-v4").reset({"seed": seed}).messages[0]["content"]
+        return GymnasiumEnvironment(newest).reset({"seed": seed}).messages[0]["content"]
 
     assert start(3) == start(3)
     assert len({start(seed) for seed in range(5)}) > 1

@@ -7,7 +7,7 @@ The sizes of DeepSpeed's buffers follow `runtime/zero/stage3.py`, `stage_1_and_2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_core import EngineConfig, ImaginedPass, Moment, ParameterSize
 
@@ -98,7 +98,9 @@ def _sliced(one: ParameterSize, ways: int) -> ParameterSize:
     """What tensor parallelism leaves of a matrix; vectors stay whole."""
     if ways == 1 or one.elements < 1 << 16:
         return one
-    return ParameterSize(name=one.name, elements=one.elements // ways, bytes=one.bytes // ways, trained=one.trained)
+    return replace(
+        one, elements=one.elements // ways, bytes=one.bytes // ways, values_bytes=one.values_bytes // ways
+    )
 
 
 def _held(one: ParameterSize, zero: ZeroConfig, ranks: int) -> int:
@@ -131,14 +133,16 @@ def pass_peak(
         ranks: of the engine.
     """
     zero = ZeroConfig.of(config)
-    reduced = 0
+    beside = 0
     if config.trained and zero.stage and _SIZES[config.dtype] < _SIZES[zero.reduce_dtype]:
         elements = sum(one.elements for one in parameters if one.trained)
-        reduced = min(zero.reduce_bucket_size, elements) * _SIZES[zero.reduce_dtype]
+        beside = min(zero.reduce_bucket_size, elements) * _SIZES[zero.reduce_dtype]
+    # A layer of 4-bit codes makes values of them whenever it is used, forwards and backwards.
+    beside += max((one.values_bytes for one in parameters), default=0)
     if zero.stage < 3 or (ranks == 1 and not zero.offload_parameters):
         # The shard of a single rank is the whole parameter, which DeepSpeed uses where it lies.
-        return done.peak + reduced
-    return _Gathered(zero, parameters, done.moments, head).peak() + reduced
+        return done.peak + beside
+    return _Gathered(zero, parameters, done.moments, head).peak() + beside
 
 
 class _Gathered:

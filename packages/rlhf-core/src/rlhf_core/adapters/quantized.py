@@ -43,6 +43,21 @@ def quantized_loading(kind: str, *, dtype: torch.dtype, device: torch.device, ex
     return {"quantization_config": settings, "device_map": {"": str(device)}}
 
 
+BYTES_OF_CODE = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a value in 4 bits: its code, a scale of a byte for 64 of them, and one of float32 for 256 scales."""
+
+
+def quantized_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers that `quantized_loading` puts into 4 bits: all frozen ones but heads."""
+    heads = {id(model.get_output_embeddings()) if hasattr(model, "get_output_embeddings") else None}
+    heads |= {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] == "score"}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and id(module) not in heads and not module.weight.requires_grad
+    ]
+
+
 def settle_quantized(model: Any) -> None:
     """Make a model loaded with `quantized_loading` ready for training and for an ordinary export.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.adapters.quantized import BYTES_OF_CODE, quantized_layers
 from rlhf_core.data.batch import Batch
 from rlhf_core.errors import CapabilityError
 from rlhf_core.interfaces.engine_config import EngineConfig
@@ -44,6 +45,8 @@ class ParameterSize:
     elements: int
     bytes: int
     trained: bool
+    values_bytes: int = 0
+    """Of the values that each use makes of its 4-bit codes (QLoRA); 0 where it holds values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,15 @@ class ImaginedPass:
     """Floating-point operations of the matrix products, recomputed ones included."""
 
 
+def _size_of(name: str, parameter: Tensor, *, coded: bool) -> ParameterSize:
+    elements, size = parameter.numel(), parameter.numel() * parameter.element_size()
+    held = int(elements * BYTES_OF_CODE) if coded else size
+    values = size if coded else 0
+    return ParameterSize(
+        name=name, elements=elements, bytes=held, trained=parameter.requires_grad, values_bytes=values
+    )
+
+
 class ImaginedModel:
     """The model of a role as its configuration describes it, made in about a second whatever its size.
 
@@ -94,13 +106,10 @@ class ImaginedModel:
         self._mode = fake_mode()
         with imagining(self._mode):
             put_on_host(self._model)
+        layers = quantized_layers(self._model) if config.quantize is not None else []
+        coded = {id(layer.weight) for layer in layers}
         self._shallow = tuple(
-            ParameterSize(
-                name=name,
-                elements=parameter.numel(),
-                bytes=parameter.numel() * parameter.element_size(),
-                trained=parameter.requires_grad,
-            )
+            _size_of(name, parameter, coded=id(parameter) in coded)
             for name, parameter in self._model.named_parameters()
         )
         self.parameters: tuple[ParameterSize, ...] = self._shallow

@@ -60,7 +60,8 @@ def test_a_model_whose_states_are_not_passed_on_is_refused_by_name(tmp_path):
     config = Mamba2Config(
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1
     )
-    with pytest.raises(ConfigError, match=r"\(mamba2\) cannot be sampled from .* differ from .* by up to .* nats"):
+    how = r"(differ from .* by up to .* nats|its cached decoding of padded rows fails)"  # older Transformers fail
+    with pytest.raises(ConfigError, match=rf"\(mamba2\) cannot be sampled from .* {how}"):
         attention_of(save(Mamba2ForCausalLM(config), tmp_path))
 
 
