@@ -470,7 +470,7 @@ def examine_hosts(bench: Bench, way: str, held: str) -> Finding:
     try:
         with two_hosts.two_hosts(scratch, env, (6, 2)) as (first, second):
             with bench.start(common | placed, host=first) as run:
-                wait_for(lambda: run.rows() >= 1 or run.process.poll() is not None, 400)
+                wait_for(lambda: run.rows() >= 2 or run.process.poll() is not None, 400)
                 struck = time.time()
                 getattr(second, way)()
                 run.process.wait(400)
