@@ -48,6 +48,11 @@ class RolloutConfig:
     weight_buffer_bytes: int = 0
     """Bytes of each accelerator that its end of a weight link takes beside the engine (`receiver_bytes`): a backend
     that takes a share of the memory leaves them free."""
+    keep_kv_cache: bool = False
+    """Requests that run on across a weight sync keep the keys and values (states) that older weights made, in place
+    of computing them again. Their log-probs stay those of the distribution that each token was drawn from, which then
+    is no version's own; what starts after the sync takes nothing of them. A backend that cannot do this says so in its
+    capabilities."""
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +64,7 @@ class RolloutConfig:
             check_whole(f"rollout: {name}", getattr(self, name), at_least=1)
         for name in ("adapter_rank", "seed", "weight_buffer_bytes"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=0)
-        for name in ("shares_devices", "trust_remote_code"):
+        for name in ("keep_kv_cache", "shares_devices", "trust_remote_code"):
             check_switch(f"rollout: {name}", getattr(self, name))
 
 
@@ -86,6 +91,11 @@ class BackendCapabilities:
     """A sync may bring an adapter alone (`WeightManifest.adapter`), which takes the place of the last one."""
     sleep: bool = False
     """`sleep` gives the accelerator's memory back; where False, `sleep` does nothing."""
+    keeps_kv_cache: bool = False
+    """Requests that run on across a sync keep the states that older weights made, as `RolloutConfig.keep_kv_cache` asks
+    it to; where False they are computed again."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine has settled of its own options (sizes of its batches, scheduling), for people to read."""
     token_scores: Precision | None = None
     """It can score given tokens, computing in these numbers: `ScoresTokens`. None: it cannot, and nobody can tell
     whether it has loaded its weights rightly."""
@@ -138,7 +148,8 @@ class RolloutBackend(Protocol):
         """Take the weights that the sender is sending now; afterwards `weight_version` is the manifest's.
 
         Running requests stand still meanwhile and no token is sampled from a mixture. Caches that depend on the
-        weights are dropped. On failure raises WeightSyncError; the backend is stale until the next success.
+        weights are dropped, but for what `RolloutConfig.keep_kv_cache` lets running requests keep. On failure raises
+        WeightSyncError; the backend is stale until the next success.
         """
         ...
 

@@ -4,15 +4,16 @@ One vLLM engine runs in this process, on a thread of its own (`loop`). With `ten
 its workers are processes, otherwise the whole engine is in this one. Every `generate` call is one vLLM request
 for all `n` samples: vLLM batches across calls, and the samples share the prompt's computation (whole cache blocks).
 
-A weight update takes place between two steps. Requests that run on across it are computed again from their tokens
-under the new weights, so that the log-prob of every token is exactly that of the weights whose version it carries.
+A weight update takes place between two steps, once those in flight are finished. Requests that run on across it are
+computed again from their tokens under the new weights, so that the log-prob of every token is exactly that of the
+weights whose version it carries; with `keep_kv_cache` they go on with keys and values of older weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from rlhf_core import (
     check_rows_to_score,
 )
 
-from rlhf_rollout.backends.vllm.engine import build_engine, shut_down_engine, steps_in_flight
+from rlhf_rollout.backends.vllm.engine import build_engine, chosen_settings, shut_down_engine, steps_in_flight
 from rlhf_rollout.backends.vllm.loop import VLLMLoop
 from rlhf_rollout.backends.vllm.options import (
     VLLMOptions,
@@ -68,7 +69,7 @@ class VLLMBackend:
         arguments = engine_arguments(config)
         self._config = config
         self._capabilities = _capabilities(config, arguments)
-        self._weights = EngineWeights(adapters=self._capabilities.adapters)
+        self._weights = EngineWeights(adapters=self._capabilities.adapters, keep_kv_cache=config.keep_kv_cache)
         self._lora_request = _policy_adapter() if self._capabilities.adapters else None
         watch = WorkerWatch()
         on_cpu = config.device == "cpu"
@@ -80,11 +81,12 @@ class VLLMBackend:
             shut_down_engine,
             refusals=(VLLMClientError, ValueError, TypeError),
             drain=steps_in_flight,
+            admit=_salted(self._weights) if config.keep_kv_cache else lambda prompt: prompt,
             cause=watch.cause,
         )
-        model = self._loop.call(lambda engine: engine.model_config).result()
+        model, settings = self._loop.call(lambda engine: (engine.model_config, chosen_settings(engine))).result()
         self._image_token_id = getattr(model.hf_config, "image_token_id", None)
-        self._capabilities = replace(self._capabilities, images=model.is_multimodal_model)
+        self._capabilities = replace(self._capabilities, images=model.is_multimodal_model, settings=settings)
         if getattr(model.hf_config, "quantization_config", None):
             # The names and shapes of its weights are those of codes and scales, which no trainer has.
             self._capabilities = replace(self._capabilities, transports=frozenset(), partial_sync="none")
@@ -172,7 +174,7 @@ class VLLMBackend:
         check_rows_to_score(rows, max_model_len=limit, vocab_size=vocab_size)
         self._weights.check_usable()
         self._loop.settle(engine)
-        scores = score_rows(engine, rows, self._lora_request)
+        scores = score_rows(engine, rows, self._lora_request, keep=self._config.keep_kv_cache)
         self._loop.settle(engine)
         return scores
 
@@ -214,6 +216,10 @@ def _start(arguments: dict[str, Any], watch: WorkerWatch, *, on_cpu: bool) -> LL
     return build_engine(arguments, prepare)
 
 
+def _salted(weights: EngineWeights) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda prompt: {**prompt, "cache_salt": weights.salt()}
+
+
 def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCapabilities:
     return BackendCapabilities(
         transports=frozenset(
@@ -228,6 +234,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
         adapters=bool(arguments.get("enable_lora")),
         sleep=config.device == "cpu" or bool(arguments.get("enable_sleep_mode")),
         token_scores=score_precision(config),
+        keeps_kv_cache=config.keep_kv_cache,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import ConfigError, EngineDiedError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -46,7 +47,9 @@ def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]
     global _alive, _group_is_ours
     import torch.distributed
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.abstract import Executor
 
     with _lock:
         if _alive == 0:
@@ -57,8 +60,16 @@ def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]
         with _random_state_kept():
             settings = EngineArgs(**arguments)
             _leave_states_uncached(settings)
-            with _classes_undecorated(settings):
-                engine = LLMEngine.from_engine_args(settings, enable_multiprocessing=False)
+            # Without a context vLLM takes 2,048 tokens to a step on every device.
+            config = settings.create_engine_config(UsageContext.LLM_CLASS)
+            with _classes_undecorated(settings), _asked_overlap(settings, config):
+                engine = LLMEngine(
+                    vllm_config=config,
+                    executor_class=Executor.get_class(config),
+                    log_stats=False,
+                    usage_context=UsageContext.LLM_CLASS,
+                    multiprocess_mode=False,
+                )
             engine.set_weight_version("0")
             prepare(engine)
             _sample_one_token(engine)
@@ -115,6 +126,15 @@ def _classes_undecorated(settings: EngineArgs) -> Iterator[None]:
         setattr(Base, name, decorate)
 
 
+def _asked_overlap(settings: EngineArgs, config: VllmConfig) -> contextlib.AbstractContextManager[None]:
+    """Asynchronous scheduling where it is asked for on a CPU, where vLLM drops it from its configuration."""
+    if not settings.async_scheduling or config.scheduler_config.async_scheduling:
+        return contextlib.nullcontext()
+    from rlhf_rollout.backends.vllm.worker.cpu_steps import steps_overlap
+
+    return steps_overlap(config)
+
+
 def _sample_one_token(engine: LLMEngine) -> None:
     """Sample one token, since some unsupported models (head sizes without a kernel) fail only when they run."""
     from vllm import SamplingParams
@@ -126,7 +146,11 @@ def _sample_one_token(engine: LLMEngine) -> None:
 
 
 def steps_in_flight(engine: LLMEngine) -> Iterator[list[Any]]:
-    """Finish the steps under way between the stages of a pipeline, and begin none; yields their outputs."""
+    """Finish the steps under way, and begin none; yields their outputs.
+
+    vLLM hands out a step before it has read the last one with asynchronous scheduling, and one for each stage of a
+    pipeline.
+    """
     core: Any = engine.engine_core
     core = core.engine_core
     if not core.batch_queue:
@@ -138,6 +162,19 @@ def steps_in_flight(engine: LLMEngine) -> Iterator[list[Any]]:
     while core.batch_queue:
         yield engine.step()
     core.scheduler.set_pause_state(before)
+
+
+def chosen_settings(engine: LLMEngine) -> dict[str, Any]:
+    """What decides the speed, as vLLM has settled it."""
+    scheduler, model = engine.vllm_config.scheduler_config, engine.model_config
+    graphs = engine.vllm_config.compilation_config.cudagraph_mode
+    return {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "enforce_eager": model.enforce_eager,
+        "cudagraph_mode": "none" if graphs is None else graphs.name.lower(),
+    }
 
 
 def shut_down_engine(engine: LLMEngine) -> None:

@@ -1,7 +1,8 @@
 """The thread that owns a vLLM engine: it steps while there is work and takes commands between two steps.
 
-Everything that touches the engine runs on this thread, so a pause, an abort or a weight update never meets a
-step in flight, and all tokens of one step come from one version of the weights.
+Everything that touches the engine runs on this thread. Steps overlap with asynchronous scheduling and between the
+stages of a pipeline; a pause, a sleep or a weight update first finishes those in flight and delivers their tokens, so
+that all tokens of one step come from one version of the weights, and carry it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class VLLMLoop:
         shut_down: releases the engine, on the thread, at the very end.
         refusals: exceptions by which the engine rejects one request and stays healthy.
         drain: the outputs of steps that the engine has begun and not finished; none if its steps do not overlap.
+        admit: changes a prompt at the moment when the engine takes it.
         cause: asked once the engine has failed: text to put before its exception, for instance which worker died.
 
     Raises:
@@ -50,10 +52,12 @@ class VLLMLoop:
         *,
         refusals: tuple[type[Exception], ...] = (ValueError, TypeError),
         drain: Callable[[LLMEngine], Iterable[Sequence[Any]]] = lambda engine: (),
+        admit: Callable[[Any], Any] = lambda prompt: prompt,
         cause: Callable[[], str] = lambda: "",
     ) -> None:
         self._refusals = refusals
         self._drain = drain
+        self._admit = admit
         self._cause = cause
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -117,12 +121,13 @@ class VLLMLoop:
         self._paused = False
 
     def settle(self, engine: LLMEngine) -> None:
-        """Finish the steps in flight between the stages of a pipeline, and deliver their outputs."""
+        """Finish the steps in flight, and deliver their outputs: their tokens are of the weights of now."""
         for outputs in self._drain(engine):
             self._deliver(outputs)
 
     def refuse(self, engine: LLMEngine, reason: Exception) -> None:
         """Fail unfinished and later requests with `reason`, until `accept`."""
+        self.settle(engine)
         self._refusal = reason
         for request_id, done in list(self._pending.items()):
             _abort(engine, request_id)
@@ -150,6 +155,8 @@ class VLLMLoop:
         ready.set_result(None)
         try:
             while not self._stopping:
+                if not self._pending:
+                    self.settle(engine)  # a step may have been begun before the last token was known
                 self._obey(engine)
                 if not self._paused and not self._stopping and self._pending:
                     self._deliver(engine.step())
@@ -192,7 +199,7 @@ class VLLMLoop:
         request_id = str(next(self._ids))
         prompt, params, lora_request = asked
         try:
-            engine.add_request(request_id, prompt, params, lora_request=lora_request)
+            engine.add_request(request_id, self._admit(prompt), params, lora_request=lora_request)
         except self._refusals as error:
             self._resolve(done, error=CapabilityError(f"vLLM refuses the request: {error}"))
             return

@@ -19,7 +19,6 @@ _FROM_CONFIG = frozenset(
 )
 _FIXED = {
     "logprobs_mode": "log-probs must be those of the distribution that tokens are drawn from",
-    "async_scheduling": "no step may be in flight while weights change",
     "worker_extension_cls": "the weight receiver is a worker extension",
     "weight_transfer_config": "the weight receiver is a transfer engine",
     "enable_lora": "it follows from RolloutConfig.adapter_rank",
@@ -124,6 +123,7 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
     """
     _check_options(config)
     _check_speculation(config)
+    _check_overlap(config)
     _check_device(config)
     arguments: dict[str, Any] = {name: getattr(config, name) for name in _FROM_CONFIG}
     arguments |= {
@@ -132,7 +132,6 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "skip_tokenizer_init": not _has_tokenizer(config.model),
         "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,
         "distributed_executor_backend": "mp" if worker_count(config) > 1 else "uni",
         "worker_extension_cls": "rlhf_rollout.backends.vllm.worker.extension.RolloutExtension",
         "weight_transfer_config": {"backend": "rlhf-link"},
@@ -222,6 +221,19 @@ def _check_speculation(config: RolloutConfig) -> None:
         )
 
 
+def _check_overlap(config: RolloutConfig) -> None:
+    asked = config.device == "cpu" and config.options.get("async_scheduling")
+    if asked and worker_count(config) > 1:
+        raise ConfigError(
+            "rollout option async_scheduling=true on a CPU needs an engine without worker processes, and this one has "
+            f"{worker_count(config)}; leave the option out: a CPU gains nothing by it"
+        )
+    if asked and config.options.get("speculative_config"):
+        raise ConfigError(
+            "rollout option async_scheduling=true on a CPU cannot be had with speculative_config; leave one of them out"
+        )
+
+
 def _check_device(config: RolloutConfig) -> None:
     from vllm.platforms import current_platform
 
@@ -264,6 +276,7 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
     CPU cannot do.
     """
     return {
+        "async_scheduling": False,
         "enforce_eager": True,
         "block_size": _CPU_BLOCK,
         "enable_chunked_prefill": False,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_core import Precision, RolloutConfig
+
+from rlhf_rollout.backends.vllm.caches import others_set_aside
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -22,8 +23,13 @@ def score_precision(config: RolloutConfig) -> Precision:
     return "quantized" if coarse else config.dtype
 
 
-def score_rows(engine: LLMEngine, rows: Sequence[Sequence[int]], lora_request: Any) -> list[list[float]]:
-    """Log-probs of each row's tokens, from the second on; nothing else is computed meanwhile."""
+def score_rows(
+    engine: LLMEngine, rows: Sequence[Sequence[int]], lora_request: Any, *, keep: bool = False
+) -> list[list[float]]:
+    """Log-probs of each row's tokens, from the second on; nothing else is computed meanwhile.
+
+    `keep`: requests that run keep their keys and values, as far as there is room.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -37,7 +43,7 @@ def score_rows(engine: LLMEngine, rows: Sequence[Sequence[int]], lora_request: A
     )
     names = {f"score-{index}": index for index in range(len(rows))}
     scores: list[list[float]] = [[] for _ in rows]
-    with _others_set_aside(engine):
+    with others_set_aside(engine, rows, keep=keep):
         for name, index in names.items():
             prompt: Any = {"type": "token", "prompt_token_ids": list(rows[index])}
             engine.add_request(name, prompt, params, lora_request=lora_request)
@@ -46,24 +52,6 @@ def score_rows(engine: LLMEngine, rows: Sequence[Sequence[int]], lora_request: A
                 if output.finished and output.request_id in names:
                     scores[names.pop(output.request_id)] = _prompt_log_probs(cast("RequestOutput", output))
     return scores
-
-
-@contextlib.contextmanager
-def _others_set_aside(engine: LLMEngine) -> Iterator[None]:
-    """Let the engine compute what is added inside this block, and nothing of the requests that it has.
-
-    Those that run lose their cached states, which are computed again when they go on: the memory may be needed.
-    """
-    from vllm.v1.core.sched.request_queue import create_request_queue
-
-    client: Any = engine.engine_core
-    scheduler = client.engine_core.scheduler
-    engine.reset_prefix_cache(reset_running_requests=True)
-    waiting, scheduler.waiting = scheduler.waiting, create_request_queue(scheduler.policy)
-    try:
-        yield
-    finally:
-        scheduler.waiting = waiting
 
 
 def _prompt_log_probs(output: RequestOutput) -> list[float]:

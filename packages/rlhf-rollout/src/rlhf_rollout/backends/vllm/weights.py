@@ -14,6 +14,7 @@ from rlhf_core import (
     check_base,
 )
 
+from rlhf_rollout.backends.vllm.caches import drop_caches, keep_running
 from rlhf_rollout.backends.vllm.loop import VLLMLoop
 from rlhf_rollout.backends.vllm.workers import on_workers
 
@@ -28,17 +29,23 @@ class EngineWeights:
 
     Args:
         adapters: whether the engine was built with room for them (`adapter_rank`).
+        keep_kv_cache: whether running requests keep keys and values of older weights.
     """
 
-    def __init__(self, *, adapters: bool) -> None:
+    def __init__(self, *, adapters: bool, keep_kv_cache: bool = False) -> None:
         self.version = 0
         """What the next token is sampled with."""
         self._adapters = adapters
+        self._keep_kv_cache = keep_kv_cache
         self._base: int | None = 0
         """Version of the model's own weights, an adapter apart; None if they are undefined."""
         self._stale: str | None = None
         self._dropped = False
         self._link: Link | None = None
+
+    def salt(self, version: int | None = None) -> str:
+        """Tells cached blocks of this version apart from those of others."""
+        return f"weights {self.version if version is None else version}"
 
     def drop(self) -> None:
         """Note that sleep has dropped the weights."""
@@ -81,7 +88,7 @@ class EngineWeights:
         self._link = link
 
     def receive(self, engine: LLMEngine, loop: VLLMLoop, manifest: WeightManifest) -> None:
-        """Take weights or an adapter, and drop all that was computed with the old ones.
+        """Take weights or an adapter, and drop what was computed with the old ones, unless it is to be kept.
 
         Raises:
             CapabilityError: the manifest brings an adapter, and the engine was built with adapter_rank 0.
@@ -100,9 +107,11 @@ class EngineWeights:
         loop.settle(engine)
         failure = self._transfer(engine, manifest)
         try:
-            engine.reset_encoder_cache()
-            # Running requests too: keys and values of the old weights would mix with the new ones.
-            engine.reset_prefix_cache(reset_running_requests=True)
+            if self._keep_kv_cache and failure is None:
+                keep_running(engine, self.salt(manifest.version))
+            else:
+                # Running requests too: keys and values of the old weights would mix with the new ones.
+                drop_caches(engine)
         except Exception as error:
             failure = failure or (type(error).__name__, str(error))
         if failure is not None:
