@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
@@ -25,3 +26,16 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> st
         for row in rows
     )
     return "\n".join(lines)
+
+
+def written(options: Mapping[str, Any]) -> str:
+    """Options in one line, as a configuration has them.
+
+    >>> written({"max_num_seqs": 256, "async_scheduling": True, "quantization": None})
+    'max_num_seqs=256 async_scheduling=true quantization=null'
+    """
+    plain = {True: "true", False: "false", None: "null"}
+    return " ".join(
+        f"{name}={plain[value] if value is None or isinstance(value, bool) else value}"
+        for name, value in options.items()
+    )

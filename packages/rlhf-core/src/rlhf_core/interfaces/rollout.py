@@ -50,9 +50,9 @@ class RolloutConfig:
     that takes a share of the memory leaves them free."""
     keep_kv_cache: bool = False
     """Requests that run on across a weight sync keep the keys and values (states) that older weights made, in place
-    of computing them again. Their log-probs stay those of the distribution that each token was drawn from, which then
-    is no version's own; what starts after the sync takes nothing of them. A backend that cannot do this says so in its
-    capabilities."""
+    of computing them again. Their log-probs stay those of the distribution that each token was drawn from, which
+    then is no version's own; what starts after the sync takes nothing of them. A backend that cannot do this says so
+    in its capabilities."""
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class BackendCapabilities:
     sleep: bool = False
     """`sleep` gives the accelerator's memory back; where False, `sleep` does nothing."""
     keeps_kv_cache: bool = False
-    """Requests that run on across a sync keep the states that older weights made, as `RolloutConfig.keep_kv_cache` asks
-    it to; where False they are computed again."""
+    """Requests that run on across a sync keep the states that older weights made, as `RolloutConfig.keep_kv_cache`
+    asks it to; where False they are computed again."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the engine has settled of its own options (sizes of its batches, scheduling), for people to read."""
     token_scores: Precision | None = None
@@ -148,8 +148,8 @@ class RolloutBackend(Protocol):
         """Take the weights that the sender is sending now; afterwards `weight_version` is the manifest's.
 
         Running requests stand still meanwhile and no token is sampled from a mixture. Caches that depend on the
-        weights are dropped, but for what `RolloutConfig.keep_kv_cache` lets running requests keep. On failure raises
-        WeightSyncError; the backend is stale until the next success.
+        weights are dropped, but for what `RolloutConfig.keep_kv_cache` lets running requests keep. On failure
+        raises WeightSyncError; the backend is stale until the next success.
         """
         ...
 

@@ -43,6 +43,11 @@ class GenerateConfig:
                 "rlhf generate writes single responses; leave rollout.agent out (rollout.agent=null), and with it "
                 "rewards that come from an environment"
             )
+        if not self.rollout.request_seeds:
+            raise ConfigError(
+                "rlhf generate completes a file that was broken off with the samples that it would have had, which "
+                "need their seeds; leave rollout.request_seeds=false out"
+            )
         if Path(self.output).is_dir():
             raise ConfigError(f"output={str(self.output)!r} is a directory; give the JSONL file to write")
         check_room(self.lengths, self.rollout)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from rlhf_core import ConfigError, SamplingConfig
+from rlhf_core import ConfigError, SamplingConfig, check_switch
 from rlhf_rollout import AgentConfig
 
 
@@ -67,6 +67,10 @@ class RolloutSection:
     """Off if not given."""
     overlap: Overlap | None = None
     """Generation and training alternate if not given."""
+    request_seeds: bool = True
+    """Each request has a seed of its own, made from the run's seed and the prompt's place, so that a run that goes
+    on or is run again draws the same samples. False: engines draw from streams of their own, which begin anew with
+    them, and vLLM's older model runner draws for all requests at once (docs/rollout.md)."""
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
     """GPUs among which an engine divides each layer; on one host."""
@@ -83,6 +87,7 @@ class RolloutSection:
         return "vllm" if find_spec("vllm") is not None else "transformers"
 
     def __post_init__(self) -> None:
+        check_switch("rollout.request_seeds", self.request_seeds)
         for name in (
             "engines",
             "samples_per_prompt",

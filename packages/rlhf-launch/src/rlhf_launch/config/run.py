@@ -255,6 +255,11 @@ class OnlineConfig:
 
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
+        if overlap is None and self.weight_sync.keep_kv_cache:
+            raise ConfigError(
+                "weight_sync.keep_kv_cache=true is about samples that run on across a sync, and without "
+                "rollout.overlap there are none; write e.g. rollout.overlap.max_staleness=1, or leave it out"
+            )
         beside = {role for members in self.shared if "rollout" in members for role in members}
         if overlap is not None and (others := beside & {"policy", "critic", "reference"}):
             raise ConfigError(
@@ -366,6 +371,11 @@ class OnlineConfig:
         lora, train = self.model.lora, self.train
         dropout = lora is not None and lora.dropout > 0
         return train.score_before_update == "always" or train.routing_replay or dropout
+
+    @property
+    def request_seed(self) -> int | None:
+        """What the seeds of requests follow from; None if they have none."""
+        return self.seed if self.rollout.request_seeds else None
 
     @property
     def adapter_rank(self) -> int:

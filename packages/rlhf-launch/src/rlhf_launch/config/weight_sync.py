@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core import DEFAULT_BUCKET_BYTES, PARTIAL_SYNCS, ConfigError, PartialSync, check_number, check_whole
+from rlhf_core import (
+    DEFAULT_BUCKET_BYTES,
+    PARTIAL_SYNCS,
+    ConfigError,
+    PartialSync,
+    check_number,
+    check_switch,
+    check_whole,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +33,10 @@ class WeightSyncSection:
     sends the adapters alone, megabytes, which rollout engines put on top of the weights they were loaded with."""
     delta: PartialSync = "none"
     """`tensors` or `values`: after the first sync, send only what changed (see rlhf_core.weight_sync.delta)."""
+    keep_kv_cache: bool = False
+    """Samples that run on across a sync (`rollout.overlap`) keep the keys and values that older weights made, in
+    place of computing them again under the new ones. Their log-probs are those of the distribution that each token
+    was drawn from, which is no version's own; what the trainer finds otherwise is in `mismatch_*`."""
     probe_every: int = 1
     """After every so many syncs, and when an engine joins, the rollout engines score a few fixed tokens, and their
     log-probs must be the policy's up to rounding; nothing is sampled with weights that were found wrong. 0 never
@@ -36,6 +48,7 @@ class WeightSyncSection:
     follows from the numbers in which both sides compute, and from the first probes (docs/numbers.md)."""
 
     def __post_init__(self) -> None:
+        check_switch("weight sync: keep_kv_cache", self.keep_kv_cache)
         check_whole("weight sync: probe_every", self.probe_every, at_least=0)
         check_whole("weight sync: probe_tokens", self.probe_tokens, at_least=2)
         if self.probe_limit is not None:

@@ -75,7 +75,7 @@ def check_mismatch(
         config.rollout.sampling, min_tokens=0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
     )
     with _start(config, inputs, sampler_model) as (group, pool, sync):
-        sample = response_sampler(pool, sampling, seed=config.seed)
+        sample = response_sampler(pool, sampling, seed=config.request_seed)
         trajectories = _sample(config, inputs, sample, pool, label="doctor", prompts=prompts)
         scored = _score(config, inputs, group, sampling, trajectories)
         after = None

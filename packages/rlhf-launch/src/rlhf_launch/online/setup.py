@@ -202,7 +202,7 @@ def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder, st
 
     What episodes need, a gateway or processes, is closed with the stack.
     """
-    sampler: Callable[[SamplingConfig], GroupSampler] = partial(response_sampler, pool, seed=config.seed)
+    sampler: Callable[[SamplingConfig], GroupSampler] = partial(response_sampler, pool, seed=config.request_seed)
     if config.rollout.agent is not None:
         sampler = _episode_samplers(config, config.rollout.agent, pool, rewarder.tokenizer, stack)
 
@@ -236,7 +236,7 @@ def _episode_samplers(
     def sampler(sampling: SamplingConfig) -> GroupSampler:
         key = repr(sampling)
         if key not in made:
-            made[key] = episode_sampler(loop_of(sampling), seed=config.seed)
+            made[key] = episode_sampler(loop_of(sampling), seed=config.request_seed)
         return made[key]
 
     return sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf_core import EngineConfig, RolloutConfig
@@ -14,7 +14,7 @@ from rlhf_launch.placement.fill import filled
 from rlhf_launch.placement.layout import Bundle, Host, Layout, Seat, lay_out
 from rlhf_launch.placement.plans import all_training_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, hosts_there, resolve_backends
-from rlhf_launch.tables import aligned
+from rlhf_launch.tables import aligned, written
 from rlhf_launch.workers.devices import described_turns
 
 _TITLES = ("role", "workers", "host", "GPUs", "in turns with", "runs", "model", "options")
@@ -107,12 +107,4 @@ def _options(config: EngineConfig | RolloutConfig) -> str:
     shown: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
     names = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     shown |= {name: size for name in names if (size := getattr(config, name, 1)) != 1}
-    return _said({**shown, **config.options})
-
-
-def _said(options: Mapping[str, Any]) -> str:
-    plain = {True: "true", False: "false", None: "null"}
-    return " ".join(
-        f"{name}={plain[value] if value is None or isinstance(value, bool) else value}"
-        for name, value in options.items()
-    )
+    return written({**shown, **config.options})

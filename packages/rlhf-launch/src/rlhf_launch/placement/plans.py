@@ -27,6 +27,7 @@ from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.config.weight_sync import WeightSyncSection
 from rlhf_launch.placement.executor import WorkerPlan, WorkerRoom
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
+from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.devices import ROLLOUT
 from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.train_rank import TrainWorker
@@ -274,11 +275,20 @@ def rollout_plans(
         adapter_rank=adapter_rank,
         shares_devices=shares_devices,
         weight_buffer_bytes=weight_buffer_bytes(backends.device, weights, shares_devices=shares_devices),
+        keep_kv_cache=weights is not None and weights.keep_kv_cache,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         options=rollout.options,
     )
-    return engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config, "rollout"))
+    plans = engine_plans(backends.backend, backend_config, engines=rollout.engines, room=_room(config, "rollout"))
+    return plans if rollout.request_seeds else [_with_own_stream(plan) for plan in plans]
+
+
+def _with_own_stream(plan: WorkerPlan) -> WorkerPlan:
+    """The engine with a seed of its own, since unseeded requests of engines with equal ones would draw the same."""
+    backend, config, env_vars = plan.arguments
+    own = replace(config, seed=request_seed(config.seed, plan.name) % 2**31)
+    return replace(plan, arguments=(backend, own, env_vars))
 
 
 def weight_buffer_bytes(device: str, weights: WeightSyncSection | None, *, shares_devices: bool) -> int:

@@ -13,6 +13,7 @@ from rlhf_launch.placement.executor import Executor, LocalExecutor, WorkerPlan
 from rlhf_launch.placement.ray import RayCluster
 from rlhf_launch.placement.ray_address import cluster_address, worker_env_vars
 from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
+from rlhf_launch.tables import written
 from rlhf_launch.workers.devices import ROLLOUT, SharedDevices
 from rlhf_launch.workers.handles import CLOSE_TIMEOUT_S, close_workers
 from rlhf_launch.workers.rollout_pool import RolloutPool
@@ -114,6 +115,8 @@ def start_workers(
         for name, group in groups.items():
             say(f"{name}: {group.ranks} rank(s), {group.start():.1f} s")
         say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")
+        if pool.settings:
+            say(f"each of them: {written(pool.settings)}")
         yield workers
 
 

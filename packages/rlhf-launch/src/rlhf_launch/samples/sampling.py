@@ -33,13 +33,13 @@ GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory | DroppedS
 """Draws samples: from a prompt, a label that is unique in the run, and the number of samples."""
 
 
-def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int) -> GroupSampler:
+def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int | None) -> GroupSampler:
     """A sampler of single responses, all those to a prompt in one request.
 
     Args:
         pool: the rollout engines.
         sampling: settings of all samples.
-        seed: the run's; the seed of a request follows from it and the label.
+        seed: the run's; the seed of a request follows from it and the label. None for requests without.
     """
 
     async def sample(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
@@ -48,20 +48,20 @@ def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int) 
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             n=samples,
-            seed=request_seed(seed, label),
+            seed=None if seed is None else request_seed(seed, label),
         )
         return [*trajectories_of(prompt, await pool.generate(request))]
 
     return sample
 
 
-def episode_sampler(loop: AgentLoop | ProgramLoop, *, seed: int) -> GroupSampler:
+def episode_sampler(loop: AgentLoop | ProgramLoop, *, seed: int | None) -> GroupSampler:
     """A sampler of episodes of several turns.
 
     Args:
         loop: plays them.
         seed: the run's; the seeds of the turns in an environment follow from it and the label. What a program asks
-            for is its own affair: its turns have no seeds of ours.
+            for is its own affair: its turns have no seeds of ours. None for turns without.
     """
 
     async def play(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
@@ -71,7 +71,7 @@ def episode_sampler(loop: AgentLoop | ProgramLoop, *, seed: int) -> GroupSampler
             metadata={**prompt.metadata, "prompt": prompt.text},
             messages=prompt.messages,
             episodes=samples,
-            seed=request_seed(seed, label),
+            seed=None if seed is None else request_seed(seed, label),
         )
         return await loop.run_group(task)
 

@@ -79,6 +79,11 @@ class WeightSync:
                 f"weight sync: delta={self._options.delta!r} needs more than the rollout backend can take "
                 f"(partial_sync={pool.partial_sync!r}); choose {pool.partial_sync!r}"
             )
+        if self._options.keep_kv_cache and not pool.keeps_kv_cache:
+            raise ConfigError(
+                "weight sync: keep_kv_cache=true needs rollout engines that keep the states of running requests, "
+                "which the backend vllm does and this one does not; leave it out"
+            )
         if self._adapters and not pool.adapters:
             raise ConfigError(
                 "weight sync: adapters=adapter needs rollout engines that take an adapter alone, which the backend "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +164,16 @@ class RolloutPool:
     def adapters(self) -> bool:
         """Whether every engine takes adapters without the weights under them."""
         return all(capabilities.adapters for capabilities in self._capabilities)
+
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """Whether requests keep what older weights have computed of them, on every engine."""
+        return all(capabilities.keeps_kv_cache for capabilities in self._capabilities)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the first engine has settled of its own options; the others have the same."""
+        return self._capabilities[0].settings if self._capabilities else {}
 
     @property
     def token_scores(self) -> Precision | None:

@@ -45,7 +45,9 @@ class TestKeptCache(RolloutBackendConformance):
 
 
 def config(model: str, **fields: Any) -> RolloutConfig:
-    return RolloutConfig(**{"model": model, "max_model_len": 512, "keep_kv_cache": True, "max_num_seqs": 8, **fields})
+    return RolloutConfig(
+        **{"model": model, "max_model_len": 512, "keep_kv_cache": True, "max_num_seqs": 8, **fields}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +99,8 @@ def computed_tokens(engine: Any) -> int:
 def test_running_requests_read_older_keys_and_values_and_log_probs_are_those_sampled_from(
     backend: VLLMBackend, trainer: Trainer
 ) -> None:
-    """Two large updates amid the samples, each with a probe, as in a run. The mismatch that a trainer then sees shows
-    that states were kept; the log-probs returned are those of the states that were."""
+    """Two large updates amid the samples, each with a probe, as in a run. The mismatch that a trainer then sees
+    shows that states were kept; the log-probs returned are those of the states that were."""
     models = {backend.weight_version: copy.deepcopy(trainer.model)}
     row = tuple(range(200, 260))
 
@@ -121,15 +123,14 @@ def test_running_requests_read_older_keys_and_values_and_log_probs_are_those_sam
     result = asyncio.run(interrupted())
     crossed = [sample for sample in result.samples if len(set(sample.weight_versions)) == 3]
     assert crossed
-    last = Trainer.log_probs
     for sample in crossed:
         assert gap(by_kept_states(models, sample), sample) < 1e-4
         new = slice(list(sample.weight_versions).index(backend.weight_version), None)
-        assert gap(last(trainer, ASKED, sample), sample, of=new) > 0.05
+        assert gap(trainer.log_probs(ASKED, sample), sample, of=new) > 0.05
 
 
 def test_requests_after_a_sync_take_no_blocks_of_older_weights(backend: VLLMBackend, trainer: Trainer) -> None:
-    """The same prompt, and a second turn behind a sample that began before the sync: both are the new weights' own."""
+    """The same prompt, and a second turn behind a sample begun before the sync: both are the new weights' own."""
 
     async def interrupted() -> tuple[GenerationResult, GenerationResult, GenerationRequest, GenerationResult]:
         task = asyncio.create_task(backend.generate(ASKED))
@@ -153,7 +154,7 @@ def test_requests_after_a_sync_take_no_blocks_of_older_weights(backend: VLLMBack
 
 
 def test_requests_that_wait_at_a_sync_begin_with_the_new_weights(backend: VLLMBackend, trainer: Trainer) -> None:
-    """There is room for 8 samples: the second half of 16 of one prompt waits, whose blocks the first half has made."""
+    """There is room for 8 samples: of 16 of one prompt half wait, and the others have made its blocks."""
     old = copy.deepcopy(trainer)
     first = backend.weight_version
     asked = replace(ASKED, n=16, sampling=SamplingConfig(max_tokens=120))

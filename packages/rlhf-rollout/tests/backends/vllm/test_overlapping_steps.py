@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_core import ConfigError, GenerationRequest, GenerationResult, RolloutBackend, RolloutConfig, SamplingConfig
+from rlhf_core import (
+    ConfigError,
+    GenerationRequest,
+    GenerationResult,
+    RolloutBackend,
+    RolloutConfig,
+    SamplingConfig,
+)
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.rollout_ground import EOS
 from rlhf_core.testing.tiny import save_tiny_model
@@ -103,7 +110,7 @@ def test_steps_overlap_and_give_the_samples_of_steps_that_do_not(backend: VLLMBa
 def test_tokens_in_flight_at_a_sync_carry_the_version_and_log_prob_of_the_weights_that_drew_them(
     backend: VLLMBackend, model_path: str
 ) -> None:
-    """Ten syncs amid generation, each over steps in flight; every token is exactly that of its version's weights."""
+    """Ten syncs amid generation, over steps in flight; every token is exactly that of its version's weights."""
     trainer = Trainer(model_path)
     asyncio.run(sync(backend, trainer))
     first = backend.weight_version

@@ -1,8 +1,8 @@
-"""What vLLM keeps of the weights that are gone: keys and values, encoder outputs; on the engine's thread, between steps.
+"""What vLLM keeps of weights that are gone: keys, values, encoder outputs. On the engine's thread, between steps.
 
 Two ways to take new weights. The exact one drops all, and running requests are computed again from their tokens.
-The other one (`RolloutConfig.keep_kv_cache`) lets running requests go on with keys and values of older weights. Then
-no other request may take these: cached blocks are told apart by a salt, which changes with the weights.
+The other one (`RolloutConfig.keep_kv_cache`) lets running requests go on with keys and values of older weights.
+Then no other request may take these: cached blocks are told apart by a salt, which changes with the weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The thread that owns a vLLM engine: it steps while there is work and takes commands between two steps.
 
 Everything that touches the engine runs on this thread. Steps overlap with asynchronous scheduling and between the
-stages of a pipeline; a pause, a sleep or a weight update first finishes those in flight and delivers their tokens, so
-that all tokens of one step come from one version of the weights, and carry it.
+stages of a pipeline; a pause, a sleep or a weight update first finishes those in flight and delivers their tokens,
+so that all tokens of one step come from one version of the weights, and carry it.
 """
 
 from __future__ import annotations

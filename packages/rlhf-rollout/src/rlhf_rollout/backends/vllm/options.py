@@ -225,12 +225,13 @@ def _check_overlap(config: RolloutConfig) -> None:
     asked = config.device == "cpu" and config.options.get("async_scheduling")
     if asked and worker_count(config) > 1:
         raise ConfigError(
-            "rollout option async_scheduling=true on a CPU needs an engine without worker processes, and this one has "
-            f"{worker_count(config)}; leave the option out: a CPU gains nothing by it"
+            "rollout option async_scheduling=true on a CPU needs an engine without worker processes, and this one "
+            f"has {worker_count(config)}; leave the option out: a CPU gains nothing by it"
         )
     if asked and config.options.get("speculative_config"):
         raise ConfigError(
-            "rollout option async_scheduling=true on a CPU cannot be had with speculative_config; leave one of them out"
+            "rollout option async_scheduling=true on a CPU cannot be had with speculative_config; leave one of them "
+            "out"
         )
 
 
