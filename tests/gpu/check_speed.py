@@ -15,14 +15,21 @@ from gpu_registry import gpu_check
 SCRIPT = Path(__file__).with_name("gpu_vllm_speed.py")
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "our backend": ("backend", {}),
-    "our backend, 16,384 batched tokens": ("backend", {"max_num_batched_tokens": 16_384}),
+    "our backend, steps in turn": ("backend", {"async_scheduling": False}),
+    "our backend, 2,048 batched tokens": ("backend", {"max_num_batched_tokens": 2048}),
+    "our backend, requests without seeds": ("backend", {"seeds": False}),
+    "our backend, eager": ("backend", {"enforce_eager": True}),
+    "our backend, 4 syncs, computed again": ("backend", {"syncs": 4}),
+    "our backend, 4 syncs, states kept": ("backend", {"syncs": 4, "keep": True}),
     "vLLM alone, 2,048 batched tokens": ("engine", {"async_scheduling": False, "max_num_batched_tokens": 2048}),
     "vLLM alone, asynchronous scheduling": ("engine", {"async_scheduling": True, "max_num_batched_tokens": 2048}),
     "vLLM alone, asynchronous, 16,384": ("engine", {"async_scheduling": True, "max_num_batched_tokens": 16_384}),
 }
 
 
-@gpu_check("vLLM: tokens/s", "256 and 1,024 requests, scheduling and batch limits", packages=["vllm"])
+@gpu_check(
+    "vLLM: tokens/s", "256 and 1,024 requests: scheduling, batch limits, seeds, graphs, syncs", packages=["vllm"]
+)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("requests", [256, 1024])
 def test_tokens_per_second(requests: int, setting: str, tmp_path: Path, measure: Any) -> None:

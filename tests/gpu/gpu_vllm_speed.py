@@ -2,6 +2,8 @@
 
 python gpu_vllm_speed.py engine MODEL REQUESTS '{"async_scheduling": true}'     # vLLM alone
 python gpu_vllm_speed.py backend MODEL REQUESTS '{}'                            # our backend
+python gpu_vllm_speed.py backend MODEL REQUESTS '{"seeds": false}'              # without seeds of requests
+python gpu_vllm_speed.py backend MODEL REQUESTS '{"syncs": 4, "keep": true}'    # four times all weights are new
 """
 
 from __future__ import annotations
@@ -44,10 +46,15 @@ def by_engine(model: str, requests: int, options: dict[str, Any]) -> float:
 
 
 def by_backend(model: str, requests: int, options: dict[str, Any]) -> float:
-    """Seconds of `generate` of our backend for all requests at once, the second time."""
+    """Seconds of `generate` of our backend for all requests at once, the second time.
+
+    Beside options of vLLM: `seeds` of requests, `syncs` amid them, in which running requests `keep` their states or
+    not. No weights travel in these: what is measured is what becomes of the requests.
+    """
     from rlhf_core import GenerationRequest, RolloutConfig, SamplingConfig
     from rlhf_rollout import VLLMBackend
 
+    seeds, syncs, keep = options.pop("seeds", True), options.pop("syncs", 0), options.pop("keep", False)
     backend = VLLMBackend(
         RolloutConfig(
             model=model,
@@ -60,17 +67,38 @@ def by_backend(model: str, requests: int, options: dict[str, Any]) -> float:
     )
     sampling = SamplingConfig(max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
     asked = [
-        GenerationRequest(request_id=str(index), prompt_token_ids=row, sampling=sampling, seed=index)
+        GenerationRequest(
+            request_id=str(index), prompt_token_ids=row, sampling=sampling, seed=index if seeds else None
+        )
         for index, row in enumerate(prompts(requests))
     ]
 
+    between_s = 0.0
+
     async def everything() -> None:
-        await asyncio.gather(*map(backend.generate, asked))
+        tasks = [asyncio.create_task(backend.generate(one)) for one in asked]
+        for number in range(syncs if between_s else 0):
+            await asyncio.sleep(between_s)
+            await backend._call(lambda engine, salt=f"sync {number}": renewed(backend, engine, salt, keep=keep))
+        await asyncio.gather(*tasks)
 
     try:
+        if syncs:
+            between_s = _second(lambda: asyncio.run(everything())) / (syncs + 1)
         return _second(lambda: asyncio.run(everything()))
     finally:
         backend.close()
+
+
+def renewed(backend: Any, engine: Any, salt: str, *, keep: bool) -> None:
+    """What a sync does to the requests of an engine, on its thread."""
+    from rlhf_rollout.backends.vllm.caches import drop_caches, keep_running
+
+    backend._loop.settle(engine)
+    if keep:
+        keep_running(engine, salt)
+    else:
+        drop_caches(engine)
 
 
 def _second(run: Any) -> float:

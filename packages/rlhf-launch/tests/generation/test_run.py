@@ -196,6 +196,11 @@ def test_episodes_are_not_for_this_command(config):
         replace(config, rollout=rollout)
 
 
+def test_a_file_that_is_completed_needs_the_seeds_of_its_samples(config):
+    with pytest.raises(ConfigError, match=r"leave rollout\.request_seeds=false out"):
+        replace(config, rollout=replace(config.rollout, request_seeds=False))
+
+
 def test_flags_are_enough(folder, tmp_path):
     output = tmp_path / "flags.jsonl"
     flags = ["--model", str(folder / "policy"), "--prompts", str(folder / "prompts.jsonl"), "-o", str(output)]

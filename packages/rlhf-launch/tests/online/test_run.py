@@ -393,6 +393,8 @@ def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
             make_config(settings, algorithm="dppo", rollout__sampling=sampling)
         own = make_config(settings, rollout__sampling=sampling)  # grpo's ratios start from the trainer's log-probs
         assert not own.rollout.sampling.meaning.plain
+    with pytest.raises(ConfigError, match=r"without rollout\.overlap there are none"):
+        make_config(settings, weight_sync={"keep_kv_cache": True})
     paused = make_config(settings, rollout__overlap={"pause_while_training": True})
     unpausable = types.SimpleNamespace(pause_mode=None)
     with pytest.raises(ConfigError, match="a rollout backend that can pause"):

@@ -9,6 +9,8 @@ from rlhf_launch.cli.main import app
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement import fill
 from rlhf_launch.placement.layout import Host
+from rlhf_launch.placement.plans import rollout_plans
+from rlhf_launch.placement.resolve import ResolvedBackends
 from typer.testing import CliRunner
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "placement"
@@ -125,6 +127,31 @@ def config(**changes):
     settings = {"model": "m", "data": {"train": "a.jsonl"}, "reward": {"function": "m:f"}}
     settings["algorithm"] = {"name": "grpo", "kl_coef": 0.1}
     return from_mapping(OnlineConfig, settings | changes, source="test")
+
+
+def engine_configs(**changes):
+    run = config(**changes)
+    backends = ResolvedBackends(
+        engine="torch", backend="vllm", executor="local", device="cpu", dtype="float32", reasons=()
+    )
+    return [plan.arguments[1] for plan in rollout_plans(run, backends, weights=run.weight_sync)]
+
+
+def test_engines_whose_requests_have_no_seeds_draw_from_streams_of_their_own():
+    seeded = engine_configs(rollout={"engines": 3}, seed=5)
+    assert [one.seed for one in seeded] == [5, 5, 5]
+    free = {"engines": 3, "request_seeds": False}
+    seeds = [one.seed for one in engine_configs(rollout=free, seed=5)]
+    assert len(set(seeds)) == 3
+    assert seeds == [one.seed for one in engine_configs(rollout=free, seed=5)]
+    assert not set(seeds) & {one.seed for one in engine_configs(rollout=free, seed=6)}
+    run = config(rollout=free, seed=5)
+    assert (run.request_seed, config(seed=5).request_seed) == (None, 5)
+
+
+def test_engines_are_told_to_keep_their_cache():
+    kept = engine_configs(rollout={"overlap": {}}, weight_sync={"keep_kv_cache": True})
+    assert [one.keep_kv_cache for one in (*kept, *engine_configs())] == [True, False]
 
 
 def hosts(count, gpus):

@@ -42,7 +42,8 @@ class Engine:
         return 0.25
 
     async def capabilities(self):
-        return BackendCapabilities(transports=frozenset({"local"}))
+        settings = {"max_num_batched_tokens": 16384, "async_scheduling": True}
+        return BackendCapabilities(transports=frozenset({"local"}), settings=settings)
 
     async def close(self):
         LOG.append(f"close {self.name}")
@@ -69,7 +70,10 @@ def test_ranks_are_grouped_by_role_and_everything_is_closed():
         assert {name: group.ranks for name, group in workers.training.items()} == {"policy": 2, "reward helpful": 1}
         assert workers.pool.engines == 1
         assert LOG[-1] == "start rollout-0"  # within one process, trainers come first
-    assert said == ["policy: 2 rank(s), 0.5 s", "reward helpful: 1 rank(s), 0.5 s", "rollout: 1 engine(s), 0.2 s"]
+    assert said == [
+        *("policy: 2 rank(s), 0.5 s", "reward helpful: 1 rank(s), 0.5 s", "rollout: 1 engine(s), 0.2 s"),
+        "each of them: max_num_batched_tokens=16384 async_scheduling=true",
+    ]
     assert "start policy-1 1/2" in LOG
     assert LOG[-1] == "close executor"
     assert sorted(LOG[-5:-1]) == ["close judge-0", "close policy-0", "close policy-1", "close rollout-0"]

@@ -138,6 +138,8 @@ def test_both_ends_must_know_adapters(tmp_path):
     stack = Stack(trainer, rollout)
     with pytest.raises(ConfigError, match="this one does not"):
         stack.sync(adapters="adapter")
+    with pytest.raises(ConfigError, match=r"keep_kv_cache=true .* this one does not"):
+        stack.sync(keep_kv_cache=True)
     with pytest.raises(ConfigError, match="torch cannot send adapters alone"):
         stack.policy.manifest(1, bucket_bytes=1000, adapters=True)
     with pytest.raises(ConfigError, match="merged or adapter"):

@@ -51,8 +51,8 @@ class RolloutConfig:
     keep_kv_cache: bool = False
     """Requests that run on across a weight sync keep the keys and values (states) that older weights made, in place
     of computing them again. Their log-probs stay those of the distribution that each token was drawn from, which
-    then is no version's own; what starts after the sync takes nothing of them. A backend that cannot do this says so
-    in its capabilities."""
+    then is no version's own; what starts after the sync takes nothing of them. A backend that cannot do this says
+    so in its capabilities."""
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)

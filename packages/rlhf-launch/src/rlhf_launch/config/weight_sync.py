@@ -36,7 +36,7 @@ class WeightSyncSection:
     keep_kv_cache: bool = False
     """Samples that run on across a sync (`rollout.overlap`) keep the keys and values that older weights made, in
     place of computing them again under the new ones. Their log-probs are those of the distribution that each token
-    was drawn from, which is no version's own; what the trainer finds otherwise is in `mismatch_*`."""
+    was drawn from, which is no version's own; what the trainer finds otherwise is in `mismatch/`."""
     probe_every: int = 1
     """After every so many syncs, and when an engine joins, the rollout engines score a few fixed tokens, and their
     log-probs must be the policy's up to rounding; nothing is sampled with weights that were found wrong. 0 never

@@ -299,6 +299,12 @@ def test_a_negative_seed_is_a_seed(backend: VLLMBackend) -> None:
     assert first == second
 
 
+def test_requests_without_a_seed_draw_anew_each_time(backend: VLLMBackend, trainer: Trainer) -> None:
+    first, second = (generate(backend, request(seed=None, n=4)) for _ in range(2))
+    assert {sample.token_ids for sample in first.samples} != {sample.token_ids for sample in second.samples}
+    assert max(gap(trainer, request(seed=None, n=4), result) for result in (first, second)) < 1e-4
+
+
 def test_a_temperature_that_vllm_would_change_is_refused(backend: VLLMBackend) -> None:
     with pytest.raises(CapabilityError, match="use 0 for greedy"):
         generate(backend, request(temperature=0.001))

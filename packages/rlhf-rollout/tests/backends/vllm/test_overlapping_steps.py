@@ -193,5 +193,5 @@ def test_what_a_cpu_cannot_overlap_is_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match="worker processes, and this one has 2"):
         VLLMBackend(RolloutConfig(model=model_path, tensor_parallel_size=2, options=OVERLAP))
     speculation = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(ConfigError, match="speculative_config; leave one"):
+    with pytest.raises(ConfigError, match="with speculative_config; leave one"):
         VLLMBackend(RolloutConfig(model=model_path, options={**OVERLAP, "speculative_config": speculation}))

@@ -230,8 +230,8 @@ def _check_overlap(config: RolloutConfig) -> None:
         )
     if asked and config.options.get("speculative_config"):
         raise ConfigError(
-            "rollout option async_scheduling=true on a CPU cannot be had with speculative_config; leave one of them "
-            "out"
+            "rollout option async_scheduling=true on a CPU cannot be had with speculative_config; leave one of "
+            "them out"
         )
 
 
