@@ -13,6 +13,7 @@ import torch
 from rlhf_core import GenerationRequest, GenerationResult, RolloutBackend, RolloutConfig, Sample, SamplingConfig
 from rlhf_core.model.log_probs import log_probs_from_logits
 from rlhf_core.testing.rollout import RolloutBackendConformance
+from rlhf_core.testing.rollout_ground import EOS
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.weight_sync import Trainer, sync
 from rlhf_rollout import VLLMBackend
@@ -182,7 +183,7 @@ def test_a_probe_for_which_there_is_no_room_takes_it_from_the_latest_requests(
     backend: VLLMBackend, trainer: Trainer
 ) -> None:
     """All 8 places are taken; two rows need two, so two requests are computed again and six are not."""
-    asked = replace(ASKED, n=8, sampling=SamplingConfig(max_tokens=200))
+    asked = replace(ASKED, n=8, sampling=SamplingConfig(max_tokens=200, min_tokens=200))
     rows = [tuple(range(200, 260)), tuple(range(300, 330))]
 
     async def probed() -> tuple[GenerationResult, int, int]:
@@ -200,4 +201,4 @@ def test_a_probe_for_which_there_is_no_room_takes_it_from_the_latest_requests(
     result, before, after = asyncio.run(probed())
     assert (before, after) == (8, 6)
     for sample in result.samples:
-        assert gap(trainer.log_probs(asked, sample), sample) < 1e-4
+        assert gap(trainer.log_probs(asked, sample, banned=(EOS,)), sample) < 1e-4
