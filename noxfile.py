@@ -167,12 +167,20 @@ def own_backend(session):
 
 
 @nox.session(venv_backend="uv")
-@nox.parametrize("published", ["verifiers==0.4.0", "openai-agents==0.24.0"])
+@nox.parametrize(
+    "published",
+    [
+        "verifiers==0.4.0",
+        "openai-agents==0.24.0",
+        "langchain==1.4.7 langchain-openai==1.7.3",
+        "openenv-core==0.3.0",
+    ],
+)
 def agents(session, published):
-    """Environments and agents of others against the real packages; these two want different clients of OpenAI."""
+    """Environments and agents of others against the real packages; some want different clients of OpenAI."""
     session.install(
-        *wheels(session, "rlhf-rollout"),
-        *("torch==2.13.0", "transformers>=5.5", "jaxtyping", "gymnasium>=1.2", "mcp>=2.0", published),
+        *dict.fromkeys([*wheels(session, "rlhf-rollout"), *wheels(session, "rlhf-algos")]),
+        *("torch==2.13.0", "transformers>=5.5", "jaxtyping", "gymnasium>=1.2", "mcp>=2.0", *published.split()),
         *("starlette>=1.0", "uvicorn>=0.30", "pytest", "pytest-timeout", "hypothesis"),
     )
     session.run("pytest", "-q", "packages/rlhf-rollout/tests/environments", *session.posargs, env=ENVIRONMENT)

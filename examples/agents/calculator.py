@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import tempfile
 import time
@@ -171,13 +172,27 @@ def tasks_of(step: int, *, seed: int = 0, prompts: int = 16, episodes: int = 8) 
     ]
 
 
+def write(folder: Path, *, seed: int, warm_up_steps: int, rows: int = 640) -> None:
+    """A model that was warmed up, and problems as rows: what `langgraph_agent.yaml` begins with."""
+    make_model(folder / "random", seed=seed)
+    warm_up(folder / "random", folder / "model", steps=warm_up_steps, seed=seed)
+    draw = random.Random(seed)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(problem(draw)) + "\n" for _ in range(rows)))
+
+
 def main() -> None:
     """Warm up, train, and print the reward on the way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warm-up-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="write `model`, warmed up, and `rows.jsonl`, and stop"
+    )
     arguments = parser.parse_args()
+    if arguments.write is not None:
+        write(arguments.write, seed=arguments.seed, warm_up_steps=arguments.warm_up_steps)
+        return
     begin = time.perf_counter()
 
     def report(result: StepResult) -> None:

@@ -52,6 +52,7 @@ def test_all_is_sorted_and_pinned():
         "ModelRewardConfig",
         "OpenAIBackend",
         "OpenAIOptions",
+        "OpenEnvEnvironment",
         "ProgramLoop",
         "ProgramTask",
         "PythonReward",
@@ -93,6 +94,7 @@ def test_all_is_sorted_and_pinned():
         "length_match",
         "math_answer",
         "open_sandbox",
+        "openenv_text",
         "read_signature",
         "score_as_finished",
         "score_group",
@@ -107,7 +109,7 @@ def test_all_is_sorted_and_pinned():
 @pytest.mark.stack
 def test_importing_it_imports_no_optional_dependency():
     names = "transformers vllm math_verify sympy ray pytest starlette uvicorn openai aiohttp httpx tenacity"
-    unwanted = [*names.split(), "gymnasium", "mcp", "verifiers"]
+    unwanted = [*names.split(), "gymnasium", "mcp", "openenv", "verifiers"]
     code = f"import sys, rlhf_rollout; print([m for m in {unwanted} if m in sys.modules])"
     # sympy comes with torch on some versions only when compiling; it must not come from here.
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

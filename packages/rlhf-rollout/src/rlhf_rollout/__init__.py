@@ -27,6 +27,7 @@ from rlhf_rollout.chat.tool_calls import ToolCallParser, split_calls, tool_call_
 from rlhf_rollout.concurrency import gather_or_cancel
 from rlhf_rollout.environments.gymnasium import GymnasiumEnvironment, gymnasium_action, gymnasium_text
 from rlhf_rollout.environments.mcp import MCPEnvironment
+from rlhf_rollout.environments.openenv import OpenEnvEnvironment, openenv_text
 from rlhf_rollout.environments.verifiers import VerifiersEnvironment, verifiers_rows
 from rlhf_rollout.gateway.config import GatewayConfig
 from rlhf_rollout.gateway.open_sessions import SessionAccess
@@ -115,6 +116,7 @@ __all__ = [
     "ModelRewardConfig",
     "OpenAIBackend",
     "OpenAIOptions",
+    "OpenEnvEnvironment",
     "ProgramLoop",
     "ProgramTask",
     "PythonReward",
@@ -156,6 +158,7 @@ __all__ = [
     "length_match",
     "math_answer",
     "open_sandbox",
+    "openenv_text",
     "read_signature",
     "score_as_finished",
     "score_group",

@@ -20,7 +20,12 @@ def test_the_page_s_settings_fit_the_environments(run):
 
 def test_the_page_names_all_environments():
     named = {run["rollout"]["agent"]["environment"].rpartition(":")[2] for run in RUNS}
-    assert named == {"GymnasiumEnvironment", "MCPEnvironment", "VerifiersEnvironment"}
+    assert named == {
+        "GymnasiumEnvironment",
+        "MCPEnvironment",
+        "OpenEnvEnvironment",
+        "VerifiersEnvironment",
+    }
     assert all(hasattr(rlhf_rollout, name) for name in named)
     for program in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         compile(program, "environments.md", "exec")

@@ -1,0 +1,78 @@
+"""A random model and the rows for `frozen_lake.yaml`: Gymnasium's FrozenLake, learned from nothing.
+
+    python frozen_lake.py runs/lake
+    rlhf train frozen_lake.yaml
+
+A turn is one token: 0 left, 1 down, 2 right, 3 up. The environment answers with the number of the field. One turn
+in seven of a random model names an action, and random actions reach the goal once in seventy episodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+FIELDS = 16
+MARKS = ["<pad>", "<eos>", "<|user|>", "<|assistant|>"]
+REFUSAL = ["Answer", "with", "a", "whole", "number", "from", "to", "."]
+"""Words of what `GymnasiumEnvironment` says to a turn without an action."""
+WORDS = [*MARKS, *map(str, range(FIELDS)), *REFUSAL, "?"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'user' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tokenizer() -> Any:
+    """A token for each number and each word."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(MARKS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(path: Path, *, seed: int) -> None:
+    """A random Qwen2 of two layers, 0.1 M parameters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+
+
+def make(folder: Path, *, seed: int = 0) -> None:
+    """Write `model` and `rows.jsonl` into a folder. All rows are alike: the lake is."""
+    make_model(folder / "model", seed=seed)
+    rows = "".join(json.dumps({"prompt": "", "seed": index}) + "\n" for index in range(64))
+    (folder / "rows.jsonl").write_text(rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make(arguments.folder, seed=arguments.seed)
