@@ -178,12 +178,16 @@ def own_backend(session):
 )
 def agents(session, published):
     """Environments and agents of others against the real packages; some want different clients of OpenAI."""
+    trained = "langchain" in published  # by a run of the whole stack
     session.install(
-        *dict.fromkeys([*wheels(session, "rlhf-rollout"), *wheels(session, "rlhf-algos")]),
+        *wheels(session, "rlhf-launch" if trained else "rlhf-rollout"),
         *("torch==2.13.0", "transformers>=5.5", "jaxtyping", "gymnasium>=1.2", "mcp>=2.0", *published.split()),
         *("starlette>=1.0", "uvicorn>=0.30", "pytest", "pytest-timeout", "hypothesis"),
     )
     session.run("pytest", "-q", "packages/rlhf-rollout/tests/environments", *session.posargs, env=ENVIRONMENT)
+    if trained:
+        script = "packages/rlhf-launch/tests/test_agent_examples.py"
+        session.run("pytest", "-q", script, "-k", "langchain", *session.posargs, env=ENVIRONMENT)
 
 
 def closure(package):

@@ -1,6 +1,6 @@
 """Agents that others wrote, trained by whole runs of `rlhf train`; prints the mean reward on the way.
 
-    python learning_curves.py frozen_lake --seeds 0 1
+    python learning_curves.py blackjack --seeds 0 1
     python learning_curves.py langgraph_agent --seeds 0 1
 
 Each seed draws a model of its own and is a run of its own: Ray, a generation engine, a trainer. Further words are
@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MAKERS = {
-    "frozen_lake": ["frozen_lake.py", "{folder}", "--seed", "{seed}"],
+    "blackjack": ["blackjack.py", "{folder}", "--seed", "{seed}"],
     "langgraph_agent": ["calculator.py", "--write", "{folder}", "--seed", "{seed}"],
 }
 """What writes `model` and `rows.jsonl` for the YAML file of this name."""

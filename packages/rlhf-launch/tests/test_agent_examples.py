@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,37 @@ def count(task):
     samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     used = [entry for step in samples for entry in step.get("prompts", [step]) if entry.get("outcome") == "used"]
     assert [len(entry["lengths"]) for entry in used] == [8] * 4  # four episodes of two trajectories each
+
+
+def learning_curve(tmp_path, name, *overrides):
+    """What `learning_curves.py` prints of one seed, with settings that make it small."""
+    command = [sys.executable, str(FOLDER / "learning_curves.py"), name, "--seeds", "0", "--folder", str(tmp_path)]
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=600)
+    log = tmp_path / f"{name}-0" / "log.txt"
+    assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
+    rows = map(json.loads, (tmp_path / f"{name}-0" / "run" / "metrics.jsonl").read_text().splitlines())
+    return done.stdout, [row for row in rows if "reward" in row]
+
+
+SMALL = ("placement.executor=local", "tensorboard=false")
+
+
+@pytest.mark.stack
+def test_a_gymnasium_environment_is_trained_from_nothing(tmp_path):
+    settings = ("train.steps=3", "train.prompts_per_step=2", "rollout.samples_per_prompt=8")
+    printed, steps = learning_curve(tmp_path, "blackjack", *SMALL, *settings)
+    assert "blackjack seed 0 steps 1 to 3: " in printed
+    assert "3 steps in" in printed
+    for step in steps:
+        assert step["mismatch/log_prob_max"] < 1e-4
+        assert step["reward/steps"] + step["reward/unreadable_turns"] == step["reward/turns"]
+    assert steps[0]["reward/unreadable_turns"] > 0  # a random model says little that is an action
+
+
+@pytest.mark.stack
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="langchain-openai is not installed")
+def test_a_langchain_agent_is_trained(tmp_path):
+    settings = ("train.steps=2", "train.prompts_per_step=2", "rollout.samples_per_prompt=4")
+    printed, steps = learning_curve(tmp_path, "langgraph_agent", *SMALL, *settings)
+    assert "2 steps in" in printed
+    assert all(step["mismatch/log_prob_max"] < 1e-4 for step in steps)

@@ -1,6 +1,7 @@
 """LangChain's prebuilt agent, a graph of LangGraph, through the gateway: `nox -s agents` runs it."""
 
 import asyncio
+import os
 import random
 import sys
 from importlib.metadata import distributions
@@ -32,6 +33,28 @@ def call(left, right):
     return f'<tool_call>{{"name": "multiply", "arguments": {arguments}}}</tool_call><|im_end|>'
 
 
+def played(answers, agent):
+    """An episode in which the model gives these answers, with what it was asked and the tokens it said."""
+    from rlhf_rollout import AgentConfig, AgentTask, Gateway, GatewayConfig, ProgramLoop
+
+    tokenizer = byte_tokenizer()
+    said = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers]
+    prompts = []
+
+    def script(request, index):
+        prompts.append(tuple(request.prompt_token_ids))
+        return said[len(prompts) - 1]
+
+    config = GatewayConfig(model="policy", max_model_len=8192)
+    with Gateway(ScriptedBackend(script=script), tokenizer, config) as gateway:
+        loop = ProgramLoop(
+            gateway, AgentConfig(**agent, max_turns=3), sampling=SamplingConfig(max_tokens=256), model="policy"
+        )
+        row = {"prompt": "6 * 7?", "answer": "42"}
+        (episode,) = asyncio.run(loop.run_group(AgentTask(group_id="g", metadata=row)))
+    return episode, prompts, said
+
+
 @pytest.mark.parametrize(
     ("answers", "reward"),
     [
@@ -43,27 +66,8 @@ def call(left, right):
     ],
     ids=["at once", "one call", "two calls", "wrong call", "no end"],
 )
-@pytest.mark.parametrize("kind", ["program", "command"])
-def test_calls_and_answers_are_trained_as_they_were_sampled(answers, reward, kind, monkeypatch, tmp_path):
-    from rlhf_rollout import AgentConfig, AgentTask, Gateway, GatewayConfig, ProgramLoop
-
-    tokenizer = byte_tokenizer()
-    said = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers]
-    prompts = []
-
-    def script(request, index):
-        prompts.append(tuple(request.prompt_token_ids))
-        return said[len(prompts) - 1]
-
-    agent = {"program": "langgraph_agent:solve"}
-    if kind == "command":
-        agent = {"command": (sys.executable, str(EXAMPLES / "langgraph_agent.py"))}
-    with Gateway(ScriptedBackend(script=script), tokenizer, GatewayConfig(max_model_len=8192)) as gateway:
-        loop = ProgramLoop(
-            gateway, AgentConfig(**agent, max_turns=3), sampling=SamplingConfig(max_tokens=256), model="policy"
-        )
-        row = {"prompt": "6 * 7?", "answer": "42"}
-        (episode,) = asyncio.run(loop.run_group(AgentTask(group_id="g", metadata=row)))
+def test_calls_and_answers_are_trained_as_they_were_sampled(answers, reward):
+    episode, prompts, said = played(answers, {"program": "langgraph_agent:solve"})
     assert (episode.metadata["turns"], episode.metadata["earned"]) == (len(said), reward)
     tokens, mask = list(episode.token_ids), list(episode.response_mask)
     # One trajectory: each turn's prompt is how it begins, and what was sampled stands behind it, bit for bit.
@@ -72,6 +76,20 @@ def test_calls_and_answers_are_trained_as_they_were_sampled(answers, reward, kin
         assert not mask[len(prompt) - 1]
         assert all(mask[len(prompt) : len(prompt) + len(turn)])
     assert sum(mask) == sum(map(len, said))
+
+
+def test_it_runs_as_a_command_that_finds_the_model_in_its_environment():
+    # A command has nothing of the run's environment, so what is imported from elsewhere is named here.
+    command = (
+        "env",
+        f"PYTHONPATH={os.pathsep.join(sys.path)}",
+        sys.executable,
+        str(EXAMPLES / "langgraph_agent.py"),
+    )
+    answers = [call(6, 7), "42<|im_end|>"]
+    episode, _, said = played(answers, {"command": command})
+    assert (episode.metadata["turns"], episode.metadata["earned"]) == (2, 1.0)
+    assert sum(episode.response_mask) == sum(map(len, said))
 
 
 async def play(loop, tasks):
@@ -91,7 +109,7 @@ def test_a_model_that_calls_has_the_log_probs_it_was_sampled_with(tmp_path):
     backend = TransformersBackend(RolloutConfig(model=str(tmp_path / "warm"), max_model_len=64))
     draw = random.Random(0)
     try:
-        with Gateway(backend, calculator.tokenizer(), GatewayConfig(max_model_len=64)) as gateway:
+        with Gateway(backend, calculator.tokenizer(), GatewayConfig(model="policy", max_model_len=64)) as gateway:
             loop = ProgramLoop(
                 gateway,
                 AgentConfig(program="langgraph_agent:solve", max_turns=3),

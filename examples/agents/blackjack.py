@@ -1,10 +1,11 @@
-"""A random model and the rows for `frozen_lake.yaml`: Gymnasium's FrozenLake, learned from nothing.
+"""A random model and the rows for `blackjack.yaml`: Gymnasium's Blackjack, learned from nothing.
 
-    python frozen_lake.py runs/lake
-    rlhf train frozen_lake.yaml
+    python blackjack.py runs/blackjack
+    rlhf train blackjack.yaml
 
-A turn is one token: 0 left, 1 down, 2 right, 3 up. The environment answers with the number of the field. One turn
-in seven of a random model names an action, and random actions reach the goal once in seventy episodes.
+A turn is one token: 0 sticks, 1 hits. The environment answers with the player's sum, the dealer's card, and whether
+an ace counts 11. A win is worth 1, a draw 0, a loss -1. Two of a random model's 50 tokens are actions. Sticking or
+hitting at random is worth about -0.4, the best strategy -0.05.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-FIELDS = 16
 MARKS = ["<pad>", "<eos>", "<|user|>", "<|assistant|>"]
 REFUSAL = ["Answer", "with", "a", "whole", "number", "from", "to", "."]
 """Words of what `GymnasiumEnvironment` says to a turn without an action."""
-WORDS = [*MARKS, *map(str, range(FIELDS)), *REFUSAL, "?"]
+WORDS = [*MARKS, *map(str, range(32)), *REFUSAL, *"(),", "True", "False", "?"]
+ROWS = 1280
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'user' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -64,9 +65,11 @@ def make_model(path: Path, *, seed: int) -> None:
 
 
 def make(folder: Path, *, seed: int = 0) -> None:
-    """Write `model` and `rows.jsonl` into a folder. All rows are alike: the lake is."""
+    """Write `model` and `rows.jsonl` into a folder. A row's seed draws the cards, the same for all of its group."""
     make_model(folder / "model", seed=seed)
-    rows = "".join(json.dumps({"prompt": "", "seed": index}) + "\n" for index in range(64))
+    rows = "".join(
+        json.dumps({"prompt": "", "seed": index}) + "\n" for index in range(seed * ROWS, (seed + 1) * ROWS)
+    )
     (folder / "rows.jsonl").write_text(rows)
 
 
