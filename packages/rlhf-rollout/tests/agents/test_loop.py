@@ -441,6 +441,48 @@ def test_a_tool_that_ends_its_program_is_told_to_the_policy():
     assert t.metadata["environment"] == {"tool_calls": 1, "tool_errors": 1}
 
 
+@pytest.mark.parametrize(
+    ("opens", "said", "calls"),
+    [
+        (False, "<think>{call}</think>{call}", 1),
+        (False, "<think>{call}</think>bye", 0),
+        (False, "<think>{call}", 0),
+        (False, "{call}", 1),
+        (True, "{call}</think>{call}", 1),
+        (True, "{call}</think>bye", 0),
+        (True, "{call}", 0),
+    ],
+)
+def test_calls_that_are_only_thought_of_are_not_made(opens, said, calls):
+    made = []
+
+    def look() -> str:
+        """Look."""
+        made.append(1)
+        return "seen"
+
+    tokenizer = byte_tokenizer()
+    ending = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}" if opens else ""
+    tokenizer.chat_template += ending + "{# <think> </think> #}"
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    turns = [said.format(call=call), ("</think>" if opens else "") + "bye"]
+
+    def script(request, index):
+        text = turns[int(request.request_id.rpartition("/")[2])]
+        return (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+
+    loop = AgentLoop(
+        ScriptedBackend(script=script),
+        tokenizer,
+        AgentConfig(environment=lambda: ToolEnvironment([look])),
+        sampling=SamplingConfig(max_tokens=200),
+        max_tokens=2000,
+        parse_tool_calls=tool_call_parser(tokenizer, "tagged_json"),
+    )
+    (t,) = asyncio.run(loop.run([AgentTask(group_id="g", metadata={"prompt": "go"})]))
+    assert (len(made), t.metadata["turns"]) == (calls, 1 + calls)
+
+
 # ------------------------------------------------------------ observations that are too long
 
 

@@ -18,6 +18,7 @@ from rlhf_core import (
     Observation,
     PackedInts,
     SamplingConfig,
+    ToolCall,
     Trajectory,
     Turn,
 )
@@ -35,6 +36,7 @@ from rlhf_rollout.agents.environment_process import START_TIMEOUT_S, Environment
 from rlhf_rollout.agents.episode import Ending, Episode
 from rlhf_rollout.agents.turn_tokens import Said, TurnTokens, beside, tokens_beside
 from rlhf_rollout.agents.turns import SharedFirstTurn, turn_seed
+from rlhf_rollout.chat.thoughts import begins_inside_thought, knows_thoughts, split_thought
 from rlhf_rollout.chat.tool_calls import ToolCallParser
 from rlhf_rollout.concurrency import gather_or_cancel
 from rlhf_rollout.generator import Generator
@@ -96,6 +98,7 @@ class AgentLoop:
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._parse = parse_tool_calls or (lambda text: ())
+        self._thinks = knows_thoughts(tokenizer)
         self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def close(self) -> None:
@@ -251,7 +254,7 @@ class AgentLoop:
             return Turn(
                 token_ids=token_ids,
                 text=self._turns.decode(token_ids),
-                tool_calls=tuple(self._parse(self._turns.decode(token_ids, special=True))),
+                tool_calls=tuple(self._calls(episode, token_ids)),
                 finish_reason=episode.finish_reason,  # type: ignore[arg-type]
                 index=episode.turns - 1,
             )
@@ -261,6 +264,14 @@ class AgentLoop:
         except Exception as error:  # of a parser of somebody's own
             raise EnvironmentFailed(f"reading the turn raised {type(error).__name__}: {error}") from error
         return await call_environment(environment.step, turn, timeout_s=self._config.step_timeout_s)
+
+    def _calls(self, episode: Episode, token_ids: Sequence[int]) -> Sequence[ToolCall]:
+        """The calls of a turn, without those that were only thought of."""
+        text = self._turns.decode(token_ids, special=True)
+        if self._thinks:
+            before = episode.token_ids[max(0, episode.turn_start - 8) : episode.turn_start].tolist()
+            _, text = split_thought(text, inside=begins_inside_thought(self._turns.tokenizer, before))
+        return self._parse(text)
 
     async def _close(self, environment: Environment) -> None:
         """Close an environment that can be closed; if that fails, the sample is kept all the same."""

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from rlhf_rollout.chat.messages import plain_message
+from rlhf_rollout.chat.thoughts import begins_inside_thought, knows_thoughts
 from rlhf_rollout.chat.tokens import ChatTokens
 from rlhf_rollout.chat.tool_calls import ToolCallParser
 from rlhf_rollout.gateway.apis import messages, responses
@@ -57,7 +58,7 @@ class Service:
         vocabulary = tokenizer.get_vocab()
         self._vocabulary = config.vocab_size or len(tokenizer)
         self._most_characters = config.max_model_len * max(map(len, vocabulary), default=1)
-        self._thinks = "</think>" in str(tokenizer.chat_template)
+        self._thinks = knows_thoughts(tokenizer)
 
     # ------------------------------------------------------------ endpoints
 
@@ -171,8 +172,7 @@ class Service:
         return ClientRequest(answer=answer, generation=generation, prompt=prompt, turn=turn, form=form)
 
     def _thinking(self, prompt: PackedInts) -> bool:
-        """Whether the template has begun a thought for the model."""
-        return self._tokens.tokenizer.decode(prompt[-8:].tolist()).rstrip().endswith("<think>")
+        return begins_inside_thought(self._tokens.tokenizer, prompt[-8:].tolist())
 
     # ------------------------------------------------------------ from the request to the answer
 

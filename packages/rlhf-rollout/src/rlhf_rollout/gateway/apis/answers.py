@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_core import PackedInts, Sample, ToolCall
 
+from rlhf_rollout.chat.thoughts import split_thought
 from rlhf_rollout.chat.tool_calls import ToolCallParser, split_calls
 from rlhf_rollout.gateway.apis.chat_form import ChatForm
 from rlhf_rollout.gateway.apis.requests import Kind, RequestSettings
@@ -74,10 +75,7 @@ class Answer:
 
     def _split(self, text: str) -> tuple[str, str]:
         """The thought and what follows it."""
-        if self.thinking is None or not (self.thinking or text.lstrip().startswith("<think>")):
-            return "", text
-        thought, _, rest = text.partition("</think>")
-        return thought.replace("<think>", "", 1).strip("\n"), rest.lstrip("\n")
+        return ("", text) if self.thinking is None else split_thought(text, inside=self.thinking)
 
     def chat(self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The whole answer of a chat request."""
