@@ -19,7 +19,7 @@ MARKS = ["<pad>", "<eos>", "<|user|>", "<|assistant|>"]
 REFUSAL = ["Answer", "with", "a", "whole", "number", "from", "to", "."]
 """Words of what `GymnasiumEnvironment` says to a turn without an action."""
 WORDS = [*MARKS, *map(str, range(32)), *REFUSAL, *"(),", "True", "False", "?"]
-ROWS = 800
+ROWS = 640
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'user' %}{{ '<eos>' }}{% endif %}{% endfor %}"

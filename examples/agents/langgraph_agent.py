@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from langchain.agents import create_agent
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from openai import DefaultAsyncHttpxClient, DefaultHttpxClient, PermissionDeniedError
@@ -40,7 +41,8 @@ async def answer(question: str, model: ChatOpenAI) -> str:
     agent = create_agent(model, [multiply])
     try:
         state = await agent.ainvoke({"messages": [("user", question)]}, {"recursion_limit": STEPS})
-    except (GraphRecursionError, PermissionDeniedError):  # no end within STEPS, or within the episode's turns
+    except (GraphRecursionError, PermissionDeniedError, ContextOverflowError):
+        # No end within STEPS, within the turns of the episode, or within the context of the model.
         return ""
     return str(state["messages"][-1].content)
 

@@ -33,7 +33,7 @@ def call(left, right):
     return f'<tool_call>{{"name": "multiply", "arguments": {arguments}}}</tool_call><|im_end|>'
 
 
-def played(answers, agent):
+def played(answers, agent, context=8192):
     """An episode in which the model gives these answers, with what it was asked and the tokens it said."""
     from rlhf_rollout import AgentConfig, AgentTask, Gateway, GatewayConfig, ProgramLoop
 
@@ -45,7 +45,7 @@ def played(answers, agent):
         prompts.append(tuple(request.prompt_token_ids))
         return said[len(prompts) - 1]
 
-    config = GatewayConfig(model="policy", max_model_len=8192)
+    config = GatewayConfig(model="policy", max_model_len=context)
     with Gateway(ScriptedBackend(script=script), tokenizer, config) as gateway:
         loop = ProgramLoop(
             gateway, AgentConfig(**agent, max_turns=3), sampling=SamplingConfig(max_tokens=256), model="policy"
@@ -76,6 +76,11 @@ def test_calls_and_answers_are_trained_as_they_were_sampled(answers, reward):
         assert not mask[len(prompt) - 1]
         assert all(mask[len(prompt) : len(prompt) + len(turn)])
     assert sum(mask) == sum(map(len, said))
+
+
+def test_a_full_context_is_an_answer_that_is_wrong():
+    episode, prompts, _ = played([call(6, 7)], {"program": "langgraph_agent:solve"}, context=120)
+    assert (len(prompts), episode.metadata["turns"], episode.metadata["earned"]) == (1, 1, 0.0)
 
 
 def test_it_runs_as_a_command_that_finds_the_model_in_its_environment():

@@ -57,7 +57,10 @@ def read_settings(
     check_fields(body, chat=kind == "chat.completion")
     sampling = _sampling(body, vocabulary)
     if room < 1:
-        raise CapabilityError("the prompt fills the model's context; shorten the conversation")
+        # The name by which OpenAI's clients and agent frameworks know it.
+        raise CapabilityError(
+            "the prompt fills the model's context (context_length_exceeded); shorten the conversation"
+        )
     if fixed is not None:
         stops = tuple(dict.fromkeys((*fixed.stop, *sampling.stop)))
         ids = tuple(dict.fromkeys((*fixed.stop_token_ids, *sampling.stop_token_ids)))
