@@ -4,8 +4,8 @@
     rlhf train blackjack.yaml
 
 A turn is one token: 0 sticks, 1 hits. The environment answers with the player's sum, the dealer's card, and whether
-an ace counts 11. A win is worth 1, a draw 0, a loss -1. Two of a random model's 50 tokens are actions. Sticking or
-hitting at random is worth about -0.4, the best strategy -0.05.
+an ace counts 11. A win is worth 1, a draw 0, a loss -1. Two of a random model's 50 tokens are actions. Over
+10,000 episodes, sticking or hitting at random was worth -0.39, sticking always -0.18, basic strategy -0.04.
 """
 
 from __future__ import annotations
