@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_core import GenerationRequest, GenerationResult, RolloutBackend, RolloutConfig, Sample, SamplingConfig
-from rlhf_core.model.log_probs import log_probs_from_logits
+from rlhf_core import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutBackend,
+    RolloutConfig,
+    Sample,
+    SamplingConfig,
+    log_probs_from_logits,
+)
 from rlhf_core.testing.rollout import RolloutBackendConformance
 from rlhf_core.testing.rollout_ground import EOS
 from rlhf_core.testing.tiny import save_tiny_model
