@@ -36,6 +36,7 @@ from rlhf_train import DeepSpeedEngine
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from two_rank_features import FeatureChecks
 from two_rank_models import ModelChecks
+from two_rank_tiles import TileChecks
 
 STEPS = 3
 LONG = (900, 850, 40)
@@ -104,7 +105,7 @@ def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: t.clone() for bucket in manifest.buckets() for name, t in source.gather(bucket)}
 
 
-class Checks(FeatureChecks, ModelChecks):
+class Checks(FeatureChecks, ModelChecks, TileChecks):
     """One method per check, run in the order of their definition."""
 
     def __init__(self, work: Path, rank: int) -> None:
@@ -363,7 +364,7 @@ def main() -> None:
     work = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     checks = Checks(work, rank)
-    kinds = (Checks, FeatureChecks, ModelChecks)
+    kinds = (Checks, FeatureChecks, ModelChecks, TileChecks)
     every = [name for kind in kinds for name, value in vars(kind).items() if callable(value)]
     names = sys.argv[2:] or [name for name in every if not name.startswith("_") and name != "start"]
     results: dict[str, Any] = {}

@@ -293,6 +293,14 @@ def test_gradient_checkpointing_changes_nothing(config):
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
 
 
+def test_tiles_of_mlps_change_nothing(config):
+    whole, tiled = TorchEngine(config), TorchEngine(replace(config, max_tokens_per_mlp_tile=5))
+    torch.testing.assert_close(tiled.score(make_batch()).log_probs, whole.score(make_batch()).log_probs)
+    a, b = whole.step(make_batch(), SFT), tiled.step(make_batch(), SFT)
+    assert a.loss == pytest.approx(b.loss, rel=1e-6)
+    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+
+
 class TestLora:
     @pytest.fixture
     def engine(self, config):

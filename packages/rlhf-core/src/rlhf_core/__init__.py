@@ -121,6 +121,7 @@ from rlhf_core.model.linear_head import LinearHead
 from rlhf_core.model.loading import check_model_path, load_role, model_loading, zero_linear_head
 from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, log_probs_from_logits
 from rlhf_core.model.packing import Layout, Segment
+from rlhf_core.model.tiled_mlp import tile_mlps
 from rlhf_core.model.trial import Trial, try_model
 from rlhf_core.options import config_from, did_you_mean, nearest
 from rlhf_core.plugins import (
@@ -414,6 +415,7 @@ __all__ = [
     "settle_quantized",
     "shared_link",
     "shared_memory_id",
+    "tile_mlps",
     "tokens_for_experts",
     "top_k_log_probs",
     "trial_rows",

@@ -44,6 +44,7 @@ def test_an_impossible_optimizer_is_refused(fields, complaint):
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, got 0"),
         ({"max_tokens_per_micro_batch": "much"}, "max_tokens_per_micro_batch, if no number, must be one of auto"),
         ({"longest_row": 0}, "longest_row must be at least 1, got 0"),
+        ({"max_tokens_per_mlp_tile": 0}, "max_tokens_per_mlp_tile must be at least 1, got 0"),
         ({"sequence_parallel_size": 0}, "sequence_parallel_size must be at least 1, got 0"),
         ({"max_skipped_steps": -1}, "max_skipped_steps must be at least 0, got -1"),
         ({"seed": -1}, "seed must be at least 0, got -1"),

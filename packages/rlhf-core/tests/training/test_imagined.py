@@ -79,9 +79,10 @@ def real_peak(config, rows):
     return living.peak
 
 
+@pytest.mark.parametrize("tile", [None, 100])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_peak_of_a_step_is_that_of_the_real_one(tmp_path, rows, checkpointing):
-    config = replace(model_at(tmp_path, 3), gradient_checkpointing=checkpointing)
+def test_the_peak_of_a_step_is_that_of_the_real_one(tmp_path, rows, checkpointing, tile):
+    config = replace(model_at(tmp_path, 3), gradient_checkpointing=checkpointing, max_tokens_per_mlp_tile=tile)
     found = ImaginedModel(config).step(rows, LOSS)
     assert found.peak == pytest.approx(real_peak(config, rows), rel=0.1)
 
@@ -94,9 +95,12 @@ def test_checkpointing_makes_a_deep_model_smaller(tmp_path, rows):
     assert kept.flops > 1.25 * plain.flops
 
 
+@pytest.mark.parametrize("tile", [None, 100])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_deep_model_is_planned_from_a_shallow_one_as_it_is_whole(tmp_path, rows, monkeypatch, checkpointing):
-    config = replace(model_at(tmp_path, 9), gradient_checkpointing=checkpointing)
+def test_a_deep_model_is_planned_from_a_shallow_one_as_it_is_whole(
+    tmp_path, rows, monkeypatch, checkpointing, tile
+):
+    config = replace(model_at(tmp_path, 9), gradient_checkpointing=checkpointing, max_tokens_per_mlp_tile=tile)
     short = ImaginedModel(config)
     monkeypatch.setattr(imagined, "deepening_of", lambda its: None)
     whole = ImaginedModel(config)
@@ -104,6 +108,30 @@ def test_a_deep_model_is_planned_from_a_shallow_one_as_it_is_whole(tmp_path, row
     assert (short.head, short.layers) == (whole.head, 9)
     assert short.step(rows, LOSS) == whole.step(rows, LOSS)
     assert short.score(rows) == whole.score(rows)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.1)])
+def test_tiles_of_mlps_make_a_long_row_smaller_and_their_weights_are_there_together(tmp_path, lora):
+    config = replace(model_at(tmp_path, 3), gradient_checkpointing=True, lora=lora)
+    mask = torch.ones(1, 4096, dtype=torch.bool)
+    row = Batch(
+        token_ids=torch.zeros(1, 4096, dtype=torch.long),
+        attention_mask=mask,
+        response_mask=mask & (torch.arange(4096) > 4090),
+        columns={"advantages": torch.zeros(1, 4096)},
+    )
+    whole, tiled = ImaginedModel(config), ImaginedModel(replace(config, max_tokens_per_mlp_tile=256))
+    before, after = whole.step(row, LOSS), tiled.step(row, LOSS)
+    inside = 4096 * 320 * 4
+    assert after.peak < before.peak - 3 * inside
+    assert tiled.score(row).peak < whole.score(row).peak - inside
+    assert after.flops > before.flops
+    names = [one.name for one in tiled.parameters]
+    calls = [{names[place] for place in one.used} for one in after.moments if len(one.used) > 1]
+    assert {name for name in names if ".1.mlp." in name} in calls
+    seen = [(one.begins, one.backward) for one in after.moments if len(one.used) > 2]
+    forwards, again = [(True, False), (False, False)], [(True, True), (True, False), (False, True)]
+    assert seen == forwards * 3 + again * 3, "once in each pass, however many tiles, and there to the end of it"
 
 
 def test_parameters_and_flops_are_the_models(tmp_path, rows):

@@ -148,6 +148,11 @@ def test_what_deep_compile_cannot_have():
         ({"lora": LoraConfig(quantize="nf4")}, {"zero_hpz_partition_size": 2}, "does not work with 4-bit weights"),
         ({"routing_replay": True, "sequence_parallel_size": 2}, {}, "routing_replay does not work with"),
         ({"packing": False, "sequence_parallel_size": 2}, {}, "cuts packed rows, and packing is false"),
+        (
+            {"max_tokens_per_mlp_tile": 8, "device": "cuda"},
+            {"deep_compile": True},
+            "deep_compile does not work with max_tokens_per_mlp_tile",
+        ),
     ],
 )
 def test_what_is_not_combined(fields, options, complaint):
@@ -163,6 +168,7 @@ def test_what_is_not_combined(fields, options, complaint):
         ({"lora": LoraConfig()}, 2, "not combined with lora"),
         ({"average_decay": 0.9}, 2, "not combined with average_decay"),
         ({"sequence_parallel_size": 2}, 2, "not combined with sequence_parallel_size"),
+        ({"max_tokens_per_mlp_tile": 8}, 2, "not combined with max_tokens_per_mlp_tile"),
     ],
 )
 def test_what_slices_of_layers_are_not_combined_with(fields, stage, complaint):

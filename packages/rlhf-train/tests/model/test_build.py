@@ -1,6 +1,6 @@
 import pytest
 from rlhf_core import ConfigError
-from rlhf_train.model.build import freeze, mark_expert_blocks
+from rlhf_train.model.build import freeze, gather_whole, mark_expert_blocks
 from torch import nn
 
 
@@ -14,6 +14,13 @@ def test_blocks_with_experts_of_their_own_are_gathered_whole():
     model = nn.Sequential(nn.Linear(4, 4), Routed())
     assert mark_expert_blocks(model) == ["1"]
     assert model[1]._z3_leaf
+
+
+def test_modules_that_run_over_tiles_are_gathered_whole():
+    model = two_layers()
+    gather_whole(model, ["1"])
+    assert model[1]._z3_leaf
+    assert not hasattr(model[0], "_z3_leaf")
 
 
 def test_other_lists_of_modules_are_left_alone():

@@ -178,6 +178,10 @@ class TrainSection:
     because the last bits of a run depend on it: with `auto` they depend on what memory a machine has free."""
     gradient_checkpointing: bool = False
     """Compute activations anew in the backward pass: less memory, about a third more time."""
+    max_tokens_per_mlp_tile: int | None = None
+    """Run the MLP of each layer over so many tokens at a time, and again in the backward pass; for sequences whose
+    activations do not fit otherwise. None runs it over a whole micro-batch, which takes less time. Not for mixtures
+    of experts."""
     packing: bool = True
     """Run sequences unpadded and a shared prompt once, where the model allows it."""
     max_skipped_steps: int = 5
@@ -190,8 +194,8 @@ class TrainSection:
     """Settings of the chosen engine (for deepspeed: stage, offload_optimizer, ...)."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "max_tokens_per_micro_batch", "sequence_parallel_size"):
-            if (value := getattr(self, name)) != "auto" and value < 1:
+        for name in ("ranks", "max_tokens_per_micro_batch", "max_tokens_per_mlp_tile", "sequence_parallel_size"):
+            if (value := getattr(self, name)) not in ("auto", None) and value < 1:
                 raise ConfigError(f"train.{name} must be at least 1, got {value}")
         if self.max_skipped_steps < 0:
             raise ConfigError(f"train.max_skipped_steps must not be negative, got {self.max_skipped_steps}")

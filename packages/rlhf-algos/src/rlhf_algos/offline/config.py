@@ -198,6 +198,7 @@ class OfflineConfig:
             max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
             longest_row=self.lengths.longest,
             gradient_checkpointing=train.gradient_checkpointing and trained,
+            max_tokens_per_mlp_tile=train.max_tokens_per_mlp_tile,
             attention=model.attention,
             seed=self.seed,
             max_skipped_steps=train.max_skipped_steps,

@@ -21,7 +21,7 @@ _NONE = (
 )
 _ROUNDING = (
     *("placement.device", "placement.**.ranks", "placement.**.options.**", "train.ranks"),
-    *("train.max_tokens_per_micro_batch", "train.packing"),
+    *("train.max_tokens_per_micro_batch", "train.max_tokens_per_mlp_tile", "train.packing"),
     *("train.gradient_checkpointing", "train.sequence_parallel_size", "train.options.**", "model.attention"),
     *("rollout.engines", "rollout.max_num_seqs", "rollout.tensor_parallel_size", "rollout.options.**"),
     *("weight_sync.**", "versions.**"),

@@ -21,6 +21,7 @@ from rlhf_core import (
     merged_weight,
     name_without_adapters,
     outline,
+    tile_mlps,
     zero_linear_head,
 )
 from torch import Tensor, nn
@@ -67,7 +68,10 @@ def load_model(config: EngineConfig, options: TorchOptions) -> nn.Module:
     if config.role == "critic":
         for parameter in zero_linear_head(model, fresh):
             nn.init.zeros_(parameter)
-    return _adapt(model, config)
+    model = _adapt(model, config)
+    if config.max_tokens_per_mlp_tile is not None:
+        tile_mlps(model, config.max_tokens_per_mlp_tile)
+    return model
 
 
 def _adapt(model: Any, config: EngineConfig) -> nn.Module:

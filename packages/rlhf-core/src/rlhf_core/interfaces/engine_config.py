@@ -109,6 +109,10 @@ class EngineConfig:
     longest_row: int | None = None
     """Tokens of the longest row there can be, for which `auto` makes room; None for that of the first batch."""
     gradient_checkpointing: bool = False
+    max_tokens_per_mlp_tile: int | None = None
+    """Run the MLP of each layer over so many tokens at a time, and again in the backward pass, so that what it
+    makes inside exists for one tile (`rlhf_core.model.tiled_mlp`); for long rows. None runs it over all tokens of
+    the micro-batch, which is faster: a tile's forward pass is done once more. Dense models only."""
     lora: LoraConfig | None = None
     """Train low-rank adapters only. A frozen engine takes no adapters; with `lora.quantize` it holds the same 4-bit
     weights as the engine that is trained."""
@@ -137,6 +141,8 @@ class EngineConfig:
             check_whole(setting, tokens, at_least=1)
         if self.longest_row is not None:
             check_whole("engine: longest_row", self.longest_row, at_least=1)
+        if self.max_tokens_per_mlp_tile is not None:
+            check_whole("engine: max_tokens_per_mlp_tile", self.max_tokens_per_mlp_tile, at_least=1)
         check_whole("engine: max_skipped_steps", self.max_skipped_steps, at_least=0)
         check_whole("engine: seed", self.seed, at_least=0)
         for name in ("packing", "gradient_checkpointing", "routing_replay", "trust_remote_code"):

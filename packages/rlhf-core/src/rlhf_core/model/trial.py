@@ -20,6 +20,7 @@ from rlhf_core.model.attention.packed import MaskWatch
 from rlhf_core.model.heads import Heads, kind_of
 from rlhf_core.model.hidden_states import padded_states
 from rlhf_core.model.own_numbers import OwnNumbers
+from rlhf_core.model.tiled_mlp import tiled_mlps, tiles_of
 
 _FAILURES = (
     AttributeError,
@@ -34,6 +35,8 @@ _FAILURES = (
 """What a model that does not fit raises somewhere inside."""
 
 
+_TILE = 3
+"""Tokens of a tile in the trial."""
 _PLAIN = Heads()
 _HEADS: dict[str, tuple[Heads, ...]] = {
     "policy": (_PLAIN, Heads(own_logits=True)),
@@ -89,7 +92,11 @@ def try_model(
     model.eval()
     try:
         with torch.no_grad():
-            return _Trial(model, role, agree).run(packing)
+            trial = _Trial(model, role, agree)
+            with tiles_of(model, None):
+                found = trial.run(packing)
+            trial.check_tiles()
+            return found
     finally:
         model.train(training)
 
@@ -124,6 +131,18 @@ class _Trial:
             own_head=heads.own_logits or heads.own_scores,
             differences=self._differences,
         )
+
+    def check_tiles(self) -> None:
+        """Refuse tiles of MLPs that do not work on each token by itself: a few tokens at a time tell."""
+        if not tiled_mlps(self._model):
+            return
+        with tiles_of(self._model, _TILE):
+            fault = self._fault("tiled")
+        if fault:
+            raise ConfigError(
+                f"{kind_of(self._model)} cannot run its MLPs over tiles: {fault}. Leave max_tokens_per_mlp_tile "
+                "out for this model"
+            )
 
     def _watch(self) -> MaskWatch:
         try:

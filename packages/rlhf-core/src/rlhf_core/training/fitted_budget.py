@@ -140,7 +140,8 @@ class FittedBudget:
         config, meter = self._config, self._meter
         place = f"{self._ranks.size} rank(s) on {meter.device.type} of {meter.size >> 30} GiB"
         rows = f"rows of {config.longest_row or 'unknown many'} tokens, packing {config.packing}, {config.dtype}"
-        return f"{place}, {rows}, gradient checkpointing {config.gradient_checkpointing}"
+        tiles = f", MLP tiles of {config.max_tokens_per_mlp_tile}" if config.max_tokens_per_mlp_tile else ""
+        return f"{place}, {rows}, gradient checkpointing {config.gradient_checkpointing}{tiles}"
 
     def _measured(self, batch: Batch, length: int, run: Callable[[Batch], None], counts: Counts) -> FittedTokens:
         most = MOST_TOKENS * self._config.sequence_parallel_size

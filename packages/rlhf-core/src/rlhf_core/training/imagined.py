@@ -21,6 +21,7 @@ from rlhf_core.errors import CapabilityError
 from rlhf_core.interfaces.engine_config import EngineConfig
 from rlhf_core.interfaces.loss import Loss
 from rlhf_core.model.forward import model_outputs
+from rlhf_core.model.tiled_mlp import tiled_mlps
 from rlhf_core.training.accumulation import accumulate, score_in_micro_batches
 from rlhf_core.training.deepened import layer_of
 from rlhf_core.training.imagining import (
@@ -229,22 +230,26 @@ class _Watch(contextlib.AbstractContextManager["_Watch"]):
         self._flops = 0
         self._handles: list[Any] = []
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        # What runs over tiles has all its parameters gathered at once, however many tiles there are.
+        tiled = tiled_mlps(model)
+        inside = {id(part) for module in tiled for part in module.modules()}
         for module in model.modules():
-            places = places_of(module)
-            if places and module is not head:
-                self._watch(module, places)
+            if module in tiled:
+                own = tuple(place for part in module.modules() for place in places_of(part))
+                self._watch(module, own, ends_with_input=True)
+            elif (places := places_of(module)) and module is not head and id(module) not in inside:
+                frozen = not any(one.requires_grad for one in module._parameters.values() if one is not None)
+                self._watch(module, places, ends_with_input=frozen)
         for place, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._given, place)))
 
-    def _watch(self, module: nn.Module, places: tuple[int, ...]) -> None:
-        frozen = not any(
-            parameter.requires_grad for parameter in module._parameters.values() if parameter is not None
-        )
+    def _watch(self, module: nn.Module, places: tuple[int, ...], *, ends_with_input: bool) -> None:
+        """Note calls of the module; its backward pass ends with its input's gradient, or with its parameters'."""
 
         def called(_: nn.Module, given: tuple[Any, ...]) -> None:
             self._note(places, True, False)
-            if frozen and given and isinstance(given[0], Tensor) and given[0].requires_grad:
+            if ends_with_input and given and isinstance(given[0], Tensor) and given[0].requires_grad:
                 given[0].register_hook(lambda _: self._note(places, False, True))
 
         def left(_: nn.Module, given: Any, output: Any) -> None:

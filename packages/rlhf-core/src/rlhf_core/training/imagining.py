@@ -15,6 +15,7 @@ from rlhf_core.adapters.lora import add_adapters
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import EngineConfig
 from rlhf_core.model.attention.enable import assume_packing
+from rlhf_core.model.tiled_mlp import tile_mlps
 from rlhf_core.training.deepened import SHALLOW, Deepening
 from rlhf_core.training.memory_meter import LivingTensors
 
@@ -145,6 +146,8 @@ def built(config: EngineConfig, its: Any) -> Any:
         add_adapters(model, config.lora, seed=config.seed, extra="rlhf-train[lora]")
     if config.gradient_checkpointing and config.trained:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.max_tokens_per_mlp_tile is not None:
+        tile_mlps(model, config.max_tokens_per_mlp_tile)
     if config.packing and config.attention in (None, "sdpa"):
         assume_packing(model)
     for parameter in model.parameters():

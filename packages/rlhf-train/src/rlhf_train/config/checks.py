@@ -30,6 +30,11 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
         raise ConfigError(
             "engine: sequence_parallel_size above 1 cuts packed rows, and packing is false; leave one of them out"
         )
+    if config.max_tokens_per_mlp_tile is not None and zero.deep_compile:
+        raise ConfigError(
+            "engine options: deep_compile does not work with max_tokens_per_mlp_tile, whose tiles are run by hand "
+            "in the backward pass; leave one of them out"
+        )
     if config.optimizer is None:
         return
     check_optimizer(config, zero)
@@ -81,6 +86,7 @@ def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
         "average_decay": config.average_decay is not None,
         "sequence_parallel_size": config.sequence_parallel_size > 1,
         "deep_compile": zero.deep_compile,
+        "max_tokens_per_mlp_tile": config.max_tokens_per_mlp_tile is not None,
         "optimizer kind muon": config.optimizer.kind == "muon",
     }
     if found := [name for name, given in others.items() if given]:

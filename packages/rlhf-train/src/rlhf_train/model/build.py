@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from rlhf_core import ConfigError, EngineConfig, add_adapters
+from rlhf_core import ConfigError, EngineConfig, add_adapters, tile_mlps
 from torch import nn
 
 from rlhf_train.config.options import ZeroConfig
@@ -34,8 +34,10 @@ def build_module(
         add_adapters(model, config.lora, seed=config.seed, extra="rlhf-train[lora]")
     if config.optimizer is not None:
         freeze(model, zero.freeze)
+    tiled = [] if (tile := config.max_tokens_per_mlp_tile) is None else tile_mlps(model, tile)
     if sharded:
         mark_expert_blocks(model)
+        gather_whole(model, tiled)
     return RoleModel(model, sharded=sharded, replay=replay)
 
 
@@ -77,11 +79,19 @@ def mark_expert_blocks(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if any("expert" in child and isinstance(part, nn.ModuleList) for child, part in module.named_children())
     ]
+    gather_whole(model, names)
+    return names
+
+
+def gather_whole(model: Any, names: Sequence[str]) -> None:
+    """Let ZeRO-3 gather the modules of these names as one, whatever they call inside and however often.
+
+    So ranks may run an MLP over different numbers of tiles: each gathers it once.
+    """
     if names:
         from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules_by_name
 
-        set_z3_leaf_modules_by_name(model, names)
-    return names
+        set_z3_leaf_modules_by_name(model, list(names))
 
 
 def wrap_module(
