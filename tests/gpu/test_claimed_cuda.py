@@ -20,7 +20,8 @@ from family_models import tiny_model
 from family_verdicts import rows
 from gpu_report import table
 from rlhf_algos.testing import sample_batch
-from rlhf_core import Loss, ModelOutputs, model_outputs
+from rlhf_core import EngineConfig, FittedBudget, Loss, ModelOutputs, OneRank, model_outputs
+from rlhf_core.model import linear_head, log_probs
 from rlhf_core.testing.engine_ground import supervised_loss
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -222,6 +223,75 @@ def test_a_tensor_on_the_wrong_device_is_an_error() -> None:
         batch = rows()
         with pytest.raises(FakeTensorDeviceMismatchError):
             batch.to("cuda").with_columns(late=torch.ones(4, 17))["late"] * batch.to("cuda").token_ids
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each chunk of a head, as they are run."""
+    sizes: list[int] = []
+    log_softmax: Any = linear_head._log_softmax
+
+    def watched(hidden: Tensor, *rest: Any) -> Tensor:
+        sizes.append(len(hidden))
+        return log_softmax(hidden, *rest)
+
+    monkeypatch.setattr(linear_head, "_log_softmax", watched)
+    return sizes
+
+
+def test_chunks_of_the_head_are_large_on_a_gpu(chunks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With limits a hundred times smaller, and a vocabulary to match."""
+    monkeypatch.setitem(log_probs._CHUNK_ELEMENTS, "cuda", (5 << 26) // 100)
+    monkeypatch.setattr(log_probs, "_ON_HOSTS", (1 << 24) // 100)
+    vocabulary, hidden = 1519, torch.randn(5000, 4)
+    targets = torch.arange(5000) % vocabulary
+    head = torch.nn.Linear(4, vocabulary, bias=False)
+    with torch.no_grad():
+        expected, _ = log_probs.chunked_log_probs(hidden, head, targets)
+    assert set(chunks[:-1]) == {110}
+    chunks.clear()
+    with claiming_cuda():
+        found, _ = log_probs.chunked_log_probs(hidden.to("cuda"), on_cuda(head), targets.to("cuda"))
+        assert chunks == [2208, 2208, 584]
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+class GpuMeter:
+    """A GPU on which a pass takes 1 MiB, and 10 KiB for each token."""
+
+    device, place, size = torch.device("cuda"), "there", 80 << 30
+
+    def free(self) -> int:
+        return 40 << 30
+
+    def peak(self, run: Callable[[], None]) -> int:
+        run()
+        return (1 << 20) + 10240 * self.tokens
+
+    def give_back(self) -> None:
+        pass
+
+    tokens = 0
+
+
+def test_a_trial_on_a_gpu_runs_small_chunks_and_adds_what_a_full_one_takes(chunks: list[int]) -> None:
+    model, meter = tiny_model("qwen2"), GpuMeter()
+    config = EngineConfig(model="m", max_tokens_per_micro_batch="auto", longest_row=400)
+    budget = FittedBudget(config, OneRank(), meter, to_come=lambda: 0)  # type: ignore[arg-type]
+
+    def forward(batch: Any, outputs: Any) -> ModelOutputs:
+        meter.tokens = batch.tokens
+        return model_outputs(model, batch, outputs)
+
+    with claiming_cuda():
+        model.set_attn_implementation("eager")
+        on_cuda(model)
+        budget.for_scores(model, rows(), ("log_probs",), forward)
+    vocabulary = model.config.vocab_size
+    assert max(chunks) == 128
+    assert budget.found["score"].per_token == 10240
+    full = log_probs.head_chunk(vocabulary, "cuda")
+    assert budget.found["score"].fixed == (1 << 20) + log_probs.chunk_bytes(vocabulary, full - 128)
 
 
 def test_the_table_in_the_docs_is_fresh() -> None:

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf_core.model import linear_head
 from rlhf_core.model.linear_head import LinearHead, LogitScaling
 from rlhf_core.model.log_probs import (
+    chunk_bytes,
     chunked_log_probs,
+    chunks_of,
     entropy_from_logits,
+    head_chunk,
     log_probs_from_logits,
 )
 from torch import nn
@@ -178,3 +182,30 @@ def test_an_entropy_that_is_only_reported_changes_no_bit_of_the_gradient():
         chunked_log_probs(hidden, head, targets, chunk=4, with_entropy=with_entropy)[0].sum().backward()
         grads.append((hidden.grad, head.weight.grad))
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 128_256, 151_936, 262_144, 1_000_000])
+def test_a_gpu_takes_thousands_of_tokens_at_a_time_within_its_bytes(vocabulary):
+    tokens = head_chunk(vocabulary, "cuda")
+    assert tokens <= 4096
+    assert vocabulary * tokens * 4 <= 5 << 28
+    assert tokens == 4096 or vocabulary * (tokens + 1) * 4 > 5 << 28
+    assert (tokens >= 2048) == (vocabulary < 163_841)
+    assert head_chunk(vocabulary, "cpu") == max(64, (64 << 20) // 4 // vocabulary)
+    assert chunk_bytes(vocabulary, tokens) <= 5 << 28 << 2
+
+
+def test_chunks_are_those_asked_for_first_of_the_call_then_of_the_context(monkeypatch):
+    sizes, log_softmax = [], linear_head._log_softmax
+
+    def watched(hidden, *rest):
+        sizes.append(len(hidden))
+        return log_softmax(hidden, *rest)
+
+    monkeypatch.setattr(linear_head, "_log_softmax", watched)
+    hidden, head, targets = case()
+    with chunks_of(5):
+        chunked_log_probs(hidden, head, targets)
+        chunked_log_probs(hidden, head, targets, chunk=8)
+    chunked_log_probs(hidden, head, targets)
+    assert sizes == [5, 5, 1, 8, 3, 11]

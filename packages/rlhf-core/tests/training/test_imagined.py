@@ -14,6 +14,7 @@ from rlhf_core import (
     quantized_loading,
 )
 from rlhf_core.adapters.quantized import is_quantized
+from rlhf_core.model import linear_head, log_probs
 from rlhf_core.training import imagined
 from rlhf_core.training.accumulation import accumulate
 from rlhf_core.training.imagined import ImaginedModel
@@ -85,6 +86,20 @@ def test_the_peak_of_a_step_is_that_of_the_real_one(tmp_path, rows, checkpointin
     config = replace(model_at(tmp_path, 3), gradient_checkpointing=checkpointing, max_tokens_per_mlp_tile=tile)
     found = ImaginedModel(config).step(rows, LOSS)
     assert found.peak == pytest.approx(real_peak(config, rows), rel=0.1)
+
+
+def test_a_plan_for_a_gpu_has_a_gpus_chunks_of_the_head(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr(log_probs, "_ON_HOSTS", 600 * 100)
+    sizes, log_softmax = [], linear_head._log_softmax
+
+    def watched(hidden, *rest):
+        sizes.append(len(hidden))
+        return log_softmax(hidden, *rest)
+
+    monkeypatch.setattr(linear_head, "_log_softmax", watched)
+    for device in ("cpu", "cuda:0"):
+        ImaginedModel(replace(model_at(tmp_path, 3), device=device)).score(rows)
+    assert sizes == [100, 100, 100, 100, 100, 12, 512]
 
 
 def test_checkpointing_makes_a_deep_model_smaller(tmp_path, rows):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float, Int
@@ -11,9 +12,46 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.model.linear_head import ChunkSettings, LinearLogProbs, LogitScaling, as_linear_head, full_precision
 
-_CHUNK_ELEMENTS = 1 << 24  # logits that exist at a time, 64 MiB in float32
+_CHUNK_ELEMENTS = {"cuda": 5 << 26}
+"""Logits of a chunk, by the kind of device. On a GPU every chunk costs a pass over the head's weight and two
+over its float32 gradient, so it takes 1.25 GiB of logits: 2,208 tokens of a vocabulary of 152,000,
+1,310 of 256,000."""
+_ON_HOSTS = 1 << 24
+"""What stays near the caches of a CPU: 64 MiB in float32."""
+_MOST_TOKENS = 4096
+"""Of a chunk on a GPU: with more the products take no less time."""
+_BYTES_PER_LOGIT = 10
+"""At the peak of a chunk: the head's output in 16 bits, the same in float32, and its log-softmax."""
+_CHUNKS: list[int] = []
+"""What `chunks_of` has asked for."""
 CANDIDATE_CHUNK = 256
 """Positions whose logits exist at a time where k tokens of each are looked up."""
+
+
+def head_chunk(vocabulary: int, device: str) -> int:
+    """Tokens whose logits exist at a time on a kind of device, where nothing else is asked for.
+
+    >>> head_chunk(151_936, "cpu"), head_chunk(151_936, "cuda"), head_chunk(32_000, "cuda")
+    (110, 2208, 4096)
+    """
+    if device not in _CHUNK_ELEMENTS:
+        return max(64, _ON_HOSTS // vocabulary)
+    return min(_MOST_TOKENS, max(64, _CHUNK_ELEMENTS[device] // vocabulary))
+
+
+def chunk_bytes(vocabulary: int, tokens: int) -> int:
+    """Most bytes that the logits of a chunk take, with what is made of them."""
+    return _BYTES_PER_LOGIT * vocabulary * tokens
+
+
+@contextlib.contextmanager
+def chunks_of(tokens: int) -> Iterator[None]:
+    """A context in which plain heads make the logits of so many tokens at a time, whatever the device."""
+    _CHUNKS.append(tokens)
+    try:
+        yield
+    finally:
+        _CHUNKS.pop()
 
 
 def log_probs_from_logits(
@@ -43,7 +81,7 @@ def chunked_log_probs(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-probs (and entropies, else zeros) of `targets` under softmax(scaling(head(hidden)) / temperature).
 
-    Logits exist for `chunk` tokens at a time (None: 64 MiB of them); the backward pass computes them again. A
+    Logits exist for `chunk` tokens at a time (None: `head_chunk` of them); the backward pass computes them again. A
     linear head is differentiated by hand, chunk by chunk, and the gradient of its weight is added up in float32
     whatever its dtype, so that it does not depend on the number of chunks. Any other head is called as it is.
     """
@@ -52,7 +90,7 @@ def chunked_log_probs(
         empty = hidden.sum(dim=-1)
         return empty, empty
     if (linear := as_linear_head(head)) is not None:
-        size = chunk or max(64, _CHUNK_ELEMENTS // linear.weight.shape[0])
+        size = chunk or (_CHUNKS[-1] if _CHUNKS else head_chunk(linear.weight.shape[0], hidden.device.type))
         settings = ChunkSettings(temperature=temperature, with_entropy=with_entropy, chunk=size, scaling=scaling)
         return LinearLogProbs.apply(hidden, linear.weight, linear.bias, targets, settings)  # type: ignore
     return _module_log_probs(hidden, head, targets, (temperature, with_entropy, chunk or 1024, scaling))

@@ -15,6 +15,8 @@ from rlhf_core.errors import ResourceError
 from rlhf_core.interfaces.engine_config import EngineConfig
 from rlhf_core.interfaces.loss import Loss, ModelOutputs
 from rlhf_core.interfaces.training import FittedTokens, TokenPass
+from rlhf_core.model.heads import text_config
+from rlhf_core.model.log_probs import chunk_bytes, chunks_of, head_chunk
 from rlhf_core.training.accumulation import Ranks
 from rlhf_core.training.fitting import (
     LEAST_TOKENS,
@@ -31,6 +33,8 @@ from rlhf_core.training.fitting import (
 from rlhf_core.training.memory_meter import MemoryMeter
 from rlhf_core.training.micro_batches import Counts, TokenBudget, counted_tokens
 
+_TRIAL_CHUNK = 128
+"""Tokens of the head's chunks in a trial on a GPU."""
 _WARM_UP = 64
 """Tokens of the pass before the trials, at most."""
 Forward = Callable[[Batch, Sequence[str]], ModelOutputs]
@@ -130,7 +134,7 @@ class FittedBudget:
             if known is None or known.conditions != conditions:
                 counts = TokenBudget.of(model, 1).counts
                 with undo:
-                    measured = self._measured(batch.to("cpu"), length, run, counts)
+                    measured = self._measured(model, batch.to("cpu"), length, run, counts)
                 known = replace(measured, conditions=conditions)
                 self._meter.give_back()
             self._found[kind] = known
@@ -143,7 +147,9 @@ class FittedBudget:
         tiles = f", MLP tiles of {config.max_tokens_per_mlp_tile}" if config.max_tokens_per_mlp_tile else ""
         return f"{place}, {rows}, gradient checkpointing {config.gradient_checkpointing}{tiles}"
 
-    def _measured(self, batch: Batch, length: int, run: Callable[[Batch], None], counts: Counts) -> FittedTokens:
+    def _measured(
+        self, model: Any, batch: Batch, length: int, run: Callable[[Batch], None], counts: Counts
+    ) -> FittedTokens:
         most = MOST_TOKENS * self._config.sequence_parallel_size
         longest = length * batch.rows_per_unit
         run(trial_rows(batch, length=min(length, _WARM_UP), units=1).to(self._meter.device))
@@ -151,10 +157,14 @@ class FittedBudget:
         free = max(0, self._meter.free() - self._to_come())
         self._ranks.max(0)
         passes, kind = [], self._meter.device.type
-        for share, units in trial_sizes(longest, least=LEAST_TOKENS[kind], most=most):
-            rows = trial_rows(batch, length=max(2, int(share * length)), units=units)
-            passes.append((counted_tokens(rows, counts), self._peak(run, rows, free)))
-        own = RankMemory(place=self._meter.place, line=MemoryLine.through(*passes), free=free)
+        small, more = _small_chunks(model, kind)
+        with small:
+            for share, units in trial_sizes(longest, least=LEAST_TOKENS[kind], most=most):
+                rows = trial_rows(batch, length=max(2, int(share * length)), units=units)
+                passes.append((counted_tokens(rows, counts), self._peak(run, rows, free)))
+        line = MemoryLine.through(*passes)
+        line = replace(line, fixed=line.fixed + more)
+        own = RankMemory(place=self._meter.place, line=line, free=free)
         everyones: list[Any] = self._ranks.gather(own)
         return agreed_tokens(everyones, longest=longest, most=most, margin=MARGINS[kind])
 
@@ -167,3 +177,18 @@ class FittedBudget:
                 f"a trial pass over {rows.rows} row(s) of {rows.token_ids.shape[1]} tokens needs more than the "
                 f"{mib(free)} that are free; {SHORTER}"
             ) from error
+
+
+def _small_chunks(model: Any, kind: str) -> tuple[AbstractContextManager[None], int]:
+    """A context for the passes of a trial, and bytes that a chunk of the head takes beyond those in it.
+
+    A GPU's chunks have as many tokens as the passes of a trial: their logits would count as growing for ever, and
+    are the same for all larger passes. So the passes have small ones, and what full ones take is added.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if kind != "cuda" or head is None:
+        return nullcontext(), 0
+    vocabulary = text_config(model).vocab_size
+    full = head_chunk(vocabulary, kind)
+    small = min(_TRIAL_CHUNK, full)
+    return chunks_of(small), chunk_bytes(vocabulary, full - small)

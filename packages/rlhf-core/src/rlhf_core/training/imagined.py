@@ -21,6 +21,7 @@ from rlhf_core.errors import CapabilityError
 from rlhf_core.interfaces.engine_config import EngineConfig
 from rlhf_core.interfaces.loss import Loss
 from rlhf_core.model.forward import model_outputs
+from rlhf_core.model.log_probs import chunks_of, head_chunk
 from rlhf_core.model.tiled_mlp import tiled_mlps
 from rlhf_core.training.accumulation import accumulate, score_in_micro_batches
 from rlhf_core.training.deepened import layer_of
@@ -190,7 +191,7 @@ class ImaginedModel:
 
     def _run(self, batch: Batch, run: Callable[[], None]) -> ImaginedPass:
         tokens = counted_tokens(batch, self._whole.counts)
-        with _Watch(self._model, self._places_of) as watch, imagining(self._mode) as living:
+        with _Watch(self._model, self._places_of) as watch, self._chunks(), imagining(self._mode) as living:
             watch.living = living
             try:
                 run()
@@ -207,6 +208,11 @@ class ImaginedModel:
             moments = self._deepening.moments(self._shallow, moments)
         peak = max(moment.peak for moment in moments)
         return ImaginedPass(tokens=tokens, peak=peak, moments=tuple(moments), flops=flops)
+
+    def _chunks(self) -> contextlib.AbstractContextManager[None]:
+        """The head's chunks are those of the device that is planned for; the tensors claim to be on a CPU."""
+        device = self.config.device.partition(":")[0]
+        return chunks_of(head_chunk(self.text.vocab_size, device))
 
     def _in_layer(self, moment: Moment, number: int) -> bool:
         return bool(moment.used) and layer_of(self._shallow[moment.used[0]].name) == number
