@@ -64,6 +64,17 @@ def test_what_is_gathered_is_added_where_it_is_gathered():
     assert pass_peak(config(trained=False, stage=2), sizes, done, head=(2,), ranks=2) == 100
 
 
+def test_a_head_above_the_limit_does_not_keep_others_from_being_gathered_ahead():
+    head = ParameterSize(name="h", elements=1_100_000_000, bytes=2_200_000_000, trained=True)
+    moments = (moment((0,), 10), moment((0,), 5, begins=False), moment((1,), 100))
+    done = ImaginedPass(tokens=1, peak=100, moments=moments)
+    sizes = [WEIGHT, WEIGHT, head]
+    ahead = pass_peak(config(trained=False, stage=3), sizes, done, head=(2,), ranks=2)
+    assert ahead == 10 + head.bytes + 2 * WEIGHT.bytes
+    without = config(trained=False, stage=3, max_live_parameters=1_000_000_000)
+    assert pass_peak(without, sizes, done, head=(2,), ranks=2) == 100 + head.bytes + WEIGHT.bytes
+
+
 def test_what_is_used_again_soon_stays():
     moments = (
         moment((0,), 0),

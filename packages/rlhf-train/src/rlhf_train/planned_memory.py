@@ -153,6 +153,7 @@ class _Gathered:
     ) -> None:
         self._zero, self._parameters, self._moments = zero, parameters, moments
         self._head = {place for place in head if not self._persistent(place)}
+        self._most_live = zero.most_live(sum(parameters[place].elements for place in head))
         self._calls = [place for place, moment in enumerate(moments) if moment.begins and moment.used]
 
     def _persistent(self, place: int) -> bool:
@@ -182,7 +183,7 @@ class _Gathered:
         found: set[int] = set()
         room = min(
             self._zero.prefetch_bucket_size,
-            self._zero.max_live_parameters - sum(self._parameters[place].elements for place in there),
+            self._most_live - sum(self._parameters[place].elements for place in there),
         )
         for place in self._calls[call + 1 :]:
             for used in self._moments[place].used:

@@ -103,6 +103,12 @@ def test_each_option_arrives():
     assert section["overlap_comm"] is True
 
 
+def test_the_head_does_not_count_among_what_may_be_gathered():
+    assert settings(stage=3)["zero_optimization"]["stage3_max_live_parameters"] == 1_000_000_000
+    assert zero().most_live(1_050_673_152) == 2_050_673_152
+    assert zero(max_live_parameters=5).most_live(1_050_673_152) == 5
+
+
 def test_memory_is_pinned_and_communication_overlaps_on_cuda_only():
     section = settings(device="cuda", offload_optimizer=True)["zero_optimization"]
     assert section["offload_optimizer"]["pin_memory"] is True

@@ -15,6 +15,8 @@ from rlhf_core import (
 )
 
 Stage = Literal[0, 1, 2, 3]
+LIVE_BEYOND_HEAD = 1_000_000_000
+"""Elements beside the head's that may be gathered, where nothing else is asked for: DeepSpeed's default for all."""
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -58,8 +60,10 @@ class ZeroConfig:
     """Parameters of up to this many elements are not sharded (stage 3)."""
     prefetch_bucket_size: int = 50_000_000
     """Elements gathered ahead of their use (stage 3)."""
-    max_live_parameters: int = 1_000_000_000
-    """Elements of gathered parameters per rank above which none is gathered ahead (stage 3)."""
+    max_live_parameters: int | None = None
+    """Elements of gathered parameters per rank above which none is gathered ahead (stage 3). None: those of the
+    language-model head and 1e9 more, since the head is gathered all the time, and that of a large model has more
+    than DeepSpeed's 1e9 by itself (a Llama of 70B 1.05e9): nothing would be gathered ahead."""
     reduce_bucket_size: int = 50_000_000
     """Elements of gradients that are reduced together."""
     overlap_comm: bool | None = None
@@ -88,7 +92,8 @@ class ZeroConfig:
             "prefetch_bucket_size",
             "max_live_parameters",
         ):
-            check_whole(f"engine options: {name}", getattr(self, name), at_least=0)
+            if getattr(self, name) is not None:
+                check_whole(f"engine options: {name}", getattr(self, name), at_least=0)
         check_number("engine options: timeout_s", self.timeout_s, above=0)
         check_choice("engine options: accumulate_dtype", self.accumulate_dtype, _SHORT)
         check_choice("engine options: reduce_dtype", self.reduce_dtype, _SHORT)
@@ -98,6 +103,10 @@ class ZeroConfig:
             raise ConfigError(f"engine options: offload_parameters needs stage 3, got stage {self.stage}")
         if self.zero_hpz_partition_size > 1 and self.stage != 3:
             raise ConfigError(f"engine options: zero_hpz_partition_size needs stage 3, got stage {self.stage}")
+
+    def most_live(self, head: int) -> int:
+        """`max_live_parameters` for a head of so many elements."""
+        return head + LIVE_BEYOND_HEAD if self.max_live_parameters is None else self.max_live_parameters
 
     @classmethod
     def of(cls, config: EngineConfig) -> ZeroConfig:
@@ -159,7 +168,7 @@ def _zero_section(config: EngineConfig, zero: ZeroConfig) -> dict[str, Any]:
         section |= {
             "stage3_param_persistence_threshold": zero.param_persistence_threshold,
             "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
-            "stage3_max_live_parameters": zero.max_live_parameters,
+            "stage3_max_live_parameters": zero.most_live(0),
             "zero_hpz_partition_size": zero.zero_hpz_partition_size,
         }
         if zero.offload_parameters:

@@ -104,6 +104,8 @@ def wrap_module(
         return None
     import deepspeed
 
+    if zero.stage == 3:
+        settings["zero_optimization"]["stage3_max_live_parameters"] = zero.most_live(module.held_elements)
     optimizer = None
     if config.optimizer is not None:
         # The buffer is allocated at this size, however small the model.

@@ -37,6 +37,8 @@ class RoleModel(nn.Module):
         self.next_trial: ModelTrial | None = None
         """Run by a forward pass without a batch. No argument of it: DeepSpeed sends the arguments of the first pass
         to all tensor-parallel ranks, pickled, to compare them."""
+        self.held_elements = 0
+        """Elements of sharded parameters that are gathered all along a pass: those of a linear head."""
         self._replay, self._sharded = replay, sharded
         head = model.get_output_embeddings()
         self._width = head.in_features if isinstance(head, nn.Linear) else None
@@ -45,6 +47,7 @@ class RoleModel(nn.Module):
 
             for parameter in head.parameters():
                 deepspeed.zero.register_external_parameter(self, parameter)
+                self.held_elements += getattr(parameter, "ds_numel", parameter.numel())
             gathered = LinearHead(head)
             model.get_output_embeddings = lambda: gathered
 
