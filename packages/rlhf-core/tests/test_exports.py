@@ -36,6 +36,8 @@ def test_the_seams_are_pinned():
         "weight_version",
     }  # fmt: skip
     assert methods(rlhf_core.ScoresTokens) == {"score_tokens"}
+    assert methods(rlhf_core.SpansHosts) == {"part"}
+    assert methods(rlhf_core.EnginePart) == {"close", "wait"}
     assert methods(rlhf_core.TrainEngine) == {
         "capabilities", "close", "export", "load", "offload", "reload", "save", "score", "step", "weights"
     }  # fmt: skip

@@ -88,11 +88,13 @@ from rlhf_core.interfaces.rewards import (
 from rlhf_core.interfaces.rollout import (
     PARTIAL_SYNCS,
     BackendCapabilities,
+    EnginePart,
     PartialSync,
     PauseMode,
     RolloutBackend,
     RolloutConfig,
     ScoresTokens,
+    SpansHosts,
     check_rows_to_score,
 )
 from rlhf_core.interfaces.sandbox import Program, ProgramLimit, ProgramLimits, ProgramOutcome, Sandbox
@@ -230,6 +232,7 @@ __all__ = [
     "DroppedSample",
     "EngineConfig",
     "EngineDiedError",
+    "EnginePart",
     "Environment",
     "FinishReason",
     "FittedBudget",
@@ -317,6 +320,7 @@ __all__ = [
     "Sender",
     "Sending",
     "SendsAdapters",
+    "SpansHosts",
     "StaleWeightsError",
     "StepReport",
     "StopRequest",

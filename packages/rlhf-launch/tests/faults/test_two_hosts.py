@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,37 @@ for handle in handles:
 cluster.close()
 """
 
+ENGINE_DRIVER = f"""
+import sys, time
+from rlhf_core import GenerationRequest, RolloutConfig, SamplingConfig
+from rlhf_launch import WorkerRoom, engine_plans
+from rlhf_launch.placement.ray import RayCluster
+from rlhf_launch.workers.handles import close_workers
+config = RolloutConfig(model=sys.argv[1], max_model_len=4096, max_num_seqs=8, pipeline_parallel_size=2, hosts=2)
+cluster = RayCluster("10.77.0.1:{two_hosts.PORT}")
+(handle,) = cluster.place(engine_plans("vllm", config, room=WorkerRoom(cpus=1)))
+handle.call("start").result(timeout=300)
+can = handle.call("capabilities").result(timeout=60)
+print("state", can.shares_memory or "shm" in can.transports, can.receivers, flush=True)
+def generate(tokens):
+    sampling = SamplingConfig(max_tokens=tokens)
+    return handle.call("generate", GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=sampling, seed=0))
+print("sampled", len(generate(4).result(timeout=60).samples), flush=True)
+under_way = generate(4000)
+time.sleep(2)
+print("ready", flush=True)
+print("lost", repr(under_way.exception(timeout=200)), flush=True)
+time.sleep(10)
+print("later", type(generate(4).exception(timeout=60)).__name__, flush=True)
+close_workers([handle])
+time.sleep(40)
+try:
+    cluster.restart("rollout-0")
+except Exception as error:
+    print("again", type(error).__name__, error, flush=True)
+cluster.close()
+"""
+
 
 @pytest.fixture
 def hosts():
@@ -84,6 +116,57 @@ def test_the_workers_of_a_lost_host_are_named_with_it_and_the_others_work_on(hos
 
 def test_the_policy_and_the_engines_over_both_hosts(hosts, tmp_path):
     """Ranks of a ZeRO-3 group on two hosts; its weights reach one of the engines over the network."""
+    train_on(
+        hosts[0],
+        tmp_path,
+        rollout={"backend": "transformers", "engines": 2},
+        train={"ranks": 2},
+        placement={"policy": {"hosts": 2}, "rollout": {"hosts": 2}},
+    )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_engine_over_both_hosts_generates_and_gets_new_weights_from_a_policy_on_the_first(hosts, tmp_path):
+    """One stage of the engine on each host; it proves by the probe that both have the policy's weights."""
+    said = train_on(
+        hosts[0],
+        tmp_path,
+        rollout={"backend": "vllm", "pipeline_parallel_size": 2},
+        train={"ranks": 1},
+        placement={"policy": {"hosts": ["10.77.0.1"]}, "rollout": {"hosts_per_engine": 2}},
+    )
+    assert "weight syncs are verified by a probe" in said, said[-4000:]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_loss_of_the_second_host_ends_the_engine_over_both(hosts, tmp_path):
+    first, second = hosts
+    save_tiny_model(tmp_path / "policy")
+    lines = []
+    with subprocess.Popen(
+        first.command(sys.executable, "-c", ENGINE_DRIVER, str(tmp_path / "policy")),
+        env=os.environ | first.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as driver:
+        for line in driver.stdout:
+            lines.append((time.monotonic(), line))
+            if line == "ready\n":
+                struck = time.monotonic()
+                second.kill()
+    said = "".join(line for _, line in lines)
+    assert driver.returncode == 0, said
+    assert "state False 2\n" in said, said
+    (at,) = (at for at, line in lines if line.startswith("lost "))
+    assert at - struck < 60, said
+    assert "later EngineDiedError" in said, said
+    # Its place was on a host that is gone, and the other has the engine's own process already.
+    assert "again ResourceError" in said, said
+
+
+def train_on(first, tmp_path, *, rollout, train, placement):
+    """Two steps of a run whose weights travel by Gloo; returns what it says."""
     save_tiny_model(tmp_path / "policy")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(8)))
     settings = {
@@ -93,26 +176,23 @@ def test_the_policy_and_the_engines_over_both_hosts(hosts, tmp_path):
         "reward": {"function": "launch_rewards:share_of_alphanumerics"},
         "algorithm": {"name": "grpo", "kl_coef": 0.0},
         "rollout": {
-            "backend": "transformers",
-            "engines": 2,
+            **rollout,
             "samples_per_prompt": 2,
             "sampling": {"max_tokens": 8},
         },
-        "train": {"ranks": 2, "prompts_per_step": 4, "steps": 2},
+        "train": {**train, "prompts_per_step": 4, "steps": 2},
         "placement": {
             "executor": "ray",
             "device": "cpu",
             "ray_address": f"10.77.0.1:{two_hosts.PORT}",
             "cpus_per_worker": 1,
-            "policy": {"hosts": 2},
-            "rollout": {"hosts": 2},
+            **placement,
         },
         "checkpoint": {"every": 2},
         "output": str(tmp_path / "run"),
         "tensorboard": False,
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    first, _ = hosts
     command = ("-c", "from rlhf_launch.cli.main import main; main()", "train", str(tmp_path / "run.yaml"))
     env = os.environ | first.env
     ran = subprocess.run(
@@ -123,3 +203,4 @@ def test_the_policy_and_the_engines_over_both_hosts(hosts, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "seconds/step" in row] == [1, 2]
     assert all(row["rollout_mismatch/max"] < 1e-3 for row in rows if "rollout_mismatch/max" in row)
+    return ran.stdout

@@ -1,5 +1,7 @@
 """Who sits where, worked out by hand for small clusters; and what is refused, with its numbers."""
 
+from dataclasses import replace
+
 import pytest
 from rlhf_core import ConfigError, ResourceError
 from rlhf_launch.placement.executor import WorkerPlan
@@ -50,6 +52,63 @@ def test_engines_of_several_gpus_share_those_of_as_many_ranks():
     layout = lay_out([*role("policy", 8, devices="a"), *role("rollout", 2, gpus=4, devices="a")], hosts(2, 4))
     assert seats(layout, "rollout") == [("h0", (0, 1, 2, 3)), ("h1", (0, 1, 2, 3))]
     assert seats(layout, "policy")[3:5] == [("h0", (3,)), ("h1", (0,))]
+
+
+def engines(count, over, *, gpus=1, **given):
+    """Engines over several hosts each."""
+    return [
+        replace(
+            plan,
+            parts=tuple(replace(plan, name=f"{plan.name}.{part}") for part in range(1, over)),
+        )
+        for plan in role("rollout", count, gpus=gpus, **given)
+    ]
+
+
+def by_name(layout, name):
+    return {seat.plan.name: bundle.host.name for bundle, seat in layout.seats_of(name)}
+
+
+def test_the_parts_of_an_engine_sit_on_hosts_of_their_own():
+    layout = lay_out([*role("policy", 4), *engines(1, 2, gpus=4)], hosts(3, 4))
+    assert by_name(layout, "rollout") == {"rollout-0": "h0", "rollout-0.1": "h1"}
+    assert {host for host, _ in seats(layout, "policy")} == {"h2"}
+    # On GPUs, one after the other: two engines of 2 x 2 GPUs fill two hosts of 4.
+    layout = lay_out(engines(2, 2, gpus=2), hosts(2, 4))
+    placed = dict(zip(by_name(layout, "rollout"), seats(layout, "rollout"), strict=True))
+    assert placed == {
+        "rollout-0": ("h0", (0, 1)),
+        "rollout-1": ("h0", (2, 3)),
+        "rollout-0.1": ("h1", (0, 1)),
+        "rollout-1.1": ("h1", (2, 3)),
+    }
+
+
+def test_engines_over_hosts_of_different_sizes_find_the_room_that_there_is():
+    # The first two hosts for the first engine would leave the second one host alone.
+    uneven = [Host(name=f"h{i}", gpus=gpus) for i, gpus in enumerate((4, 4, 8))]
+    placed = by_name(lay_out(engines(2, 2, gpus=4), uneven), "rollout")
+    assert placed == {"rollout-0": "h0", "rollout-0.1": "h2", "rollout-1": "h1", "rollout-1.1": "h2"}
+    # On CPUs workers are counted by their cores.
+    placed = by_name(lay_out(engines(1, 2, gpus=0, cpus=2.0), hosts(2, 0, cpus=2.0)), "rollout")
+    assert placed == {"rollout-0": "h0", "rollout-0.1": "h1"}
+
+
+def test_engines_over_several_hosts_are_refused_with_the_numbers():
+    message = (
+        r"rollout: each engine needs 4 GPUs and 1 CPU on each of 2 hosts, and after 1 engine\(s\) 1 host\(s\) have "
+        r"that; before them, free are 4 on h0, 12 on h1"
+    )
+    with pytest.raises(ResourceError, match=message):
+        lay_out(engines(2, 2, gpus=4), [Host(name="h0", gpus=4), Host(name="h1", gpus=12)])
+    with pytest.raises(
+        ResourceError, match=r"a worker of rollout needs 8 GPUs, and the largest host has 4: .*several"
+    ):
+        lay_out(engines(1, 2, gpus=8), hosts(4, 4))
+    with pytest.raises(ResourceError, match=r"after 0 engine\(s\) 1 host\(s\) have that"):
+        lay_out(engines(1, 2, gpus=4, hosts=("h1",)), hosts(2, 8))
+    with pytest.raises(ConfigError, match="policy and rollout share devices, but workers over 2 hosts have"):
+        lay_out([*role("policy", 2, devices="a"), *engines(1, 2, devices="a")], hosts(2, 8))
 
 
 def test_ranks_that_belong_together_do_not_straddle_hosts():

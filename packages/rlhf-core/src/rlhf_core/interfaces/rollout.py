@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rlhf_core.checks import check_choice, check_switch, check_whole
 from rlhf_core.data.generation import GenerationRequest, GenerationResult
-from rlhf_core.errors import CapabilityError
+from rlhf_core.errors import CapabilityError, ConfigError
 from rlhf_core.interfaces.engine_config import DType
 from rlhf_core.weight_sync.manifest import WeightManifest
 from rlhf_core.weight_sync.probe import Precision
@@ -39,6 +39,13 @@ class RolloutConfig:
     """Devices among which each layer is divided."""
     pipeline_parallel_size: int = 1
     """Stages among which the layers are divided, of `tensor_parallel_size` devices each."""
+    hosts: int = 1
+    """Hosts that the engine sits on, with as many pipeline stages on each; above 1 for backends that are
+    `SpansHosts`."""
+    host: int = 0
+    """Which of these hosts this is said on: the backend is on host 0, and an `EnginePart` on each other."""
+    meeting: str = ""
+    """`address:port` of host 0, where the parts of an engine over several hosts meet."""
     adapter_rank: int = 0
     """Largest rank of an adapter that a weight sync may bring on its own; 0 for none. A backend that cannot take
     adapters ignores it and says so in its capabilities."""
@@ -60,12 +67,20 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_choice("rollout: dtype", self.dtype, get_args(DType))
-        for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "hosts"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=1)
-        for name in ("adapter_rank", "seed", "weight_buffer_bytes"):
+        for name in ("adapter_rank", "seed", "weight_buffer_bytes", "host"):
             check_whole(f"rollout: {name}", getattr(self, name), at_least=0)
         for name in ("keep_kv_cache", "shares_devices", "trust_remote_code"):
             check_switch(f"rollout: {name}", getattr(self, name))
+        if self.pipeline_parallel_size % self.hosts:
+            raise ConfigError(
+                f"rollout: {self.pipeline_parallel_size} pipeline stages cannot be divided evenly over "
+                f"{self.hosts} hosts; each host of an engine holds whole stages, so give a multiple "
+                "(pipeline_parallel_size)"
+            )
+        if self.host >= self.hosts:
+            raise ConfigError(f"rollout: host {self.host} is none of the engine's {self.hosts}, counted from 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +91,9 @@ class BackendCapabilities:
     """Kinds of weight transport it can join; see rlhf_core.weight_sync.transports.transport."""
     receivers: int = 1
     """Transport ranks this backend takes up (one per tensor-parallel worker)."""
+    shares_memory: bool = True
+    """All of these can map what processes beside the backend make. False where some are on another host: then `shm`
+    and `ipc` are not among the transports."""
     pause_modes: frozenset[PauseMode] = frozenset({"keep", "abort"})
     stop_strings: bool = False
     truncated_sampling: bool = True
@@ -164,6 +182,37 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Release everything; may be called twice."""
+        ...
+
+
+class EnginePart(Protocol):
+    """What an engine over several hosts has on a host that is not its first."""
+
+    def wait(self) -> str:
+        """Block until the part has ended, by `close` or by a failure; says why. Called on a thread of its own."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; may be called twice, and while another thread waits."""
+        ...
+
+
+@runtime_checkable
+class SpansHosts(Protocol):
+    """A backend's class whose engines can sit on several hosts (`RolloutConfig.hosts`).
+
+    The backend and all parts are constructed at the same time, and each construction returns when all of them are
+    there. Failures and deaths of a part need not be noticed by the others: whoever constructed it waits for it.
+    """
+
+    @staticmethod
+    def part(config: RolloutConfig) -> EnginePart:
+        """The part on `config.host`, which is not 0.
+
+        Raises:
+            ConfigError: the engine refuses a setting.
+            EngineDiedError: the part did not start.
+        """
         ...
 
 

@@ -41,6 +41,20 @@ class RolePlacement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPlacement(RolePlacement):
+    """Where the rollout engines sit."""
+
+    hosts_per_engine: int = 1
+    """Hosts among which each engine divides its pipeline stages, evenly; the GPUs of a stage
+    (`rollout.tensor_parallel_size`) stay on one. Above 1 for vLLM on Ray, with devices of its own; `gpus` and
+    `cpus` are then those of an engine on each of its hosts."""
+
+    def __post_init__(self) -> None:
+        RolePlacement.__post_init__(self)
+        check_whole("placement: hosts_per_engine of rollout", self.hosts_per_engine, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlacement(RolePlacement):
     """Where a training engine sits that has no section of its own: the critic, the reference, a reward model."""
 
@@ -78,7 +92,7 @@ class OnlinePlacementSection(PlacementSection):
     reference: EnginePlacement = field(default_factory=EnginePlacement)
     """The reference, where the algorithm measures KL. With adapters it is the policy with its adapters off, and has
     no workers."""
-    rollout: RolePlacement = field(default_factory=RolePlacement)
+    rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     """The generator; `rollout.engines` of it."""
     reward: Mapping[str, EnginePlacement] = field(default_factory=dict)
     """Reward models, by the name of their part; the short form `reward.model` has the name `model`."""
@@ -127,7 +141,7 @@ class OnlinePlacementSection(PlacementSection):
         alone = {
             name: replace(EnginePlacement(), options=role.options)
             if isinstance(role, EnginePlacement)
-            else RolePlacement()
+            else type(role)()
             for name, role in self.roles()
             if not name.startswith(REWARD)
         }
@@ -136,7 +150,7 @@ class OnlinePlacementSection(PlacementSection):
     @property
     def says_nothing_of_roles(self) -> bool:
         """Whether every role is left to its defaults."""
-        return all(role in (RolePlacement(), EnginePlacement()) for _, role in self.roles())
+        return all(role == type(role)() for _, role in self.roles())
 
 
 def shared_roles(

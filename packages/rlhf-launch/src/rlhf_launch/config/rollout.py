@@ -75,7 +75,8 @@ class RolloutSection:
     tensor_parallel_size: int = 1
     """GPUs among which an engine divides each layer; on one host."""
     pipeline_parallel_size: int = 1
-    """Stages among which an engine divides its layers; on one host."""
+    """Stages among which an engine divides its layers; on one host, unless `placement.rollout.hosts_per_engine` is
+    above 1."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chosen backend."""
 

@@ -48,6 +48,8 @@ class WorkerPlan:
     """Roles that name the same set here sit on the same devices; empty for devices of the role's own."""
     hosts: int | tuple[str, ...] | None = None
     """See WorkerRoom."""
+    parts: tuple[WorkerPlan, ...] = ()
+    """What belongs to the worker on other hosts, each on one of its own; started and ended with it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "role", self.role or self.name.rpartition("-")[0] or self.name)
@@ -68,7 +70,7 @@ class Executor(Protocol):
         ...
 
     def place(self, plans: Sequence[WorkerPlan]) -> Sequence[Handle]:
-        """Start all workers; a handle for each, in order."""
+        """Start all workers; a handle for each, in order; their parts have none of their own."""
         ...
 
     def restart(self, name: str) -> Handle:

@@ -10,6 +10,11 @@ from rlhf_core import ConfigError, ResourceError
 
 from rlhf_launch.placement.executor import WorkerPlan
 
+_OVER_HOSTS = (
+    ", or let each engine divide its pipeline stages among several hosts (placement.rollout.hosts_per_engine, "
+    "with vLLM)"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
@@ -75,7 +80,8 @@ def lay_out(plans: Sequence[WorkerPlan], hosts: Sequence[Host]) -> Layout:
 
     Roles that share devices get as many as the largest of them needs; each sits on the first ones. Groups that must
     stay together (`WorkerPlan.together`, the GPUs of one engine) never straddle two hosts. A set of roles goes to
-    one host if any has room, to the one that it leaves least of, else over hosts in their order.
+    one host if any has room, to the one that it leaves least of, else over hosts in their order. A worker and its
+    parts (`WorkerPlan.parts`) sit on different hosts, those that have most left.
 
     Args:
         plans: all workers; those of one role alike in what they need, and in order.
@@ -87,7 +93,7 @@ def lay_out(plans: Sequence[WorkerPlan], hosts: Sequence[Host]) -> Layout:
     """
     sets: dict[str, list[WorkerPlan]] = {}
     for plan in plans:
-        sets.setdefault(plan.devices, []).append(plan)
+        sets.setdefault(plan.devices, []).extend((plan, *plan.parts))
     demands = [_Demand.of(members) for members in sets.values()]
     _check_sizes(demands, hosts)
     _check_totals(demands, hosts)
@@ -125,6 +131,8 @@ class _Demand:
     slots: int
     on_gpus: bool
     hosts: int | tuple[str, ...] | None = None
+    apart: int = 1
+    """Units in a row that must be on different hosts: a worker and its parts."""
 
     @classmethod
     def of(cls, members: Sequence[WorkerPlan]) -> _Demand:
@@ -142,6 +150,15 @@ class _Demand:
                 f"{_and(roles)} share their devices, but ask for different hosts ({_and(map(str, wishes))}); write "
                 "them once"
             )
+        apart = 1 + max(len(plan.parts) for plan in members)
+        if apart > 1 and len(roles) > 1:
+            raise ConfigError(
+                f"{_and(roles)} share devices, but workers over {apart} hosts have devices of their own"
+            )
+        if apart > 1 and isinstance(next(iter(wishes), None), int):
+            raise ConfigError(
+                f"{_and(roles)}: name the hosts, or leave them out, for workers over {apart} hosts each"
+            )
         return cls(
             name=members[0].devices,
             roles=roles,
@@ -149,6 +166,7 @@ class _Demand:
             slots=max(len(plans) * max(plans[0].gpus, 1) for plans in roles.values()),
             on_gpus=on_gpus,
             hosts=next(iter(wishes), None),
+            apart=apart,
         )
 
     @property
@@ -181,6 +199,8 @@ class _Demand:
     def _portions(self, rooms: Sequence[_Room]) -> list[tuple[_Room, int, int]]:
         """Which slots (from, to) go to which host."""
         allowed = self._allowed(rooms)
+        if self.apart > 1:
+            return self._apart(allowed)
         if isinstance(self.hosts, int):
             return self._spread(allowed, self.hosts)
         whole = [room for room in allowed if room.holds(*self._needs(0, self.slots))]
@@ -203,6 +223,29 @@ class _Demand:
             left[room.host.name][0] -= gpus
             left[room.host.name][1] -= cpus
             portions.append((room, first, last))
+        return portions
+
+    def _apart(self, rooms: Sequence[_Room]) -> list[tuple[_Room, int, int]]:
+        """Each worker and its parts on the hosts that have most left, which finds room wherever there is some."""
+        portions: list[tuple[_Room, int, int]] = []
+        left = [[room.gpus, room.cpus] for room in rooms]
+        for first in range(0, self.slots, self.unit * self.apart):
+            gpus, cpus = self._needs(first, first + self.unit)
+            fitting = [n for n, (free, cores) in enumerate(left) if gpus <= free and cpus <= cores + 1e-6]
+            if len(fitting) < self.apart:
+                size = f"{gpus} GPUs and {cpus:g} CPU" if self.on_gpus else f"{cpus:g} CPU"
+                placed = first // (self.unit * self.apart)
+                raise ResourceError(
+                    f"{self.described}: each engine needs {size} on each of {self.apart} hosts, and after "
+                    f"{placed} engine(s) {len(fitting)} host(s) have that; before them, free are "
+                    f"{_free(rooms, self.on_gpus)}"
+                )
+            most = sorted(fitting, key=lambda n: (-left[n][0], -left[n][1]) if self.on_gpus else (-left[n][1],))
+            for number, host in enumerate(sorted(most[: self.apart])):
+                left[host][0] -= gpus
+                left[host][1] -= cpus
+                begin = first + number * self.unit
+                portions.append((rooms[host], begin, begin + self.unit))
         return portions
 
     def _spread(self, rooms: Sequence[_Room], count: int) -> list[tuple[_Room, int, int]]:
@@ -279,7 +322,7 @@ def _check_sizes(demands: Sequence[_Demand], hosts: Sequence[Host]) -> None:
                 what = f"{workers} ranks of {role} must sit on one host, with {size} GPUs"
             raise ResourceError(
                 f"{what}, and the largest host has {largest}: tensor, pipeline and sequence parallel groups, and "
-                "those of hpZ, stay within a host. Make them smaller"
+                f"those of hpZ, stay within a host. Make them smaller{_OVER_HOSTS if role == 'rollout' else ''}"
             )
         if demand.unit > largest:
             raise ResourceError(

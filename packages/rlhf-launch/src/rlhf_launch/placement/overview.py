@@ -65,14 +65,15 @@ def overview(plans: Sequence[WorkerPlan], hosts: Sequence[Host]) -> str:
 def _rows(role: str, layout: Layout) -> list[tuple[str, ...]]:
     turns = [sorted(members - {role}) for members in layout.shared if role in members]
     seats = layout.seats_of(role)
-    numbers = {seat.plan.name: number for number, (_, seat) in enumerate(seats)}
-    by_bundle: dict[int, tuple[Bundle, list[Seat]]] = {}
+    heads = [seat.plan for _, seat in seats if not _part(seat)]
+    numbers = {one.name: number for number, plan in enumerate(heads) for one in (plan, *plan.parts)}
+    by_bundle: dict[tuple[int, int], tuple[Bundle, list[Seat]]] = {}
     for bundle, seat in seats:
-        by_bundle.setdefault(id(bundle), (bundle, []))[1].append(seat)
+        by_bundle.setdefault((id(bundle), _part(seat)), (bundle, []))[1].append(seat)
     return [
         (
             role,
-            _ranges(numbers[seat.plan.name] for seat in here),
+            _ranges(numbers[seat.plan.name] for seat in here) + _said_part(here[0]),
             bundle.host.name,
             _devices(bundle, here),
             ", ".join(turns[0]) if turns else "",
@@ -82,6 +83,16 @@ def _rows(role: str, layout: Layout) -> list[tuple[str, ...]]:
         )
         for bundle, here in by_bundle.values()
     ]
+
+
+def _part(seat: Seat) -> int:
+    """Which part of an engine over several hosts it is; 0 for what is no part of another."""
+    return getattr(seat.plan.arguments[1], "host", 0)
+
+
+def _said_part(seat: Seat) -> str:
+    hosts = getattr(seat.plan.arguments[1], "hosts", 1)
+    return f" (part {_part(seat) + 1} of {hosts})" if hosts > 1 else ""
 
 
 def _devices(bundle: Bundle, seats: Sequence[Seat]) -> str:

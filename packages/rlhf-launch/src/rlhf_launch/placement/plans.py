@@ -15,6 +15,7 @@ from rlhf_core import (
     ResourceError,
     Role,
     RolloutConfig,
+    SpansHosts,
     env_vars_of,
     load_plugin,
     receiver_bytes,
@@ -30,6 +31,7 @@ from rlhf_launch.placement.resolve import ResolvedBackends, WorkerNeeds
 from rlhf_launch.seeds import request_seed
 from rlhf_launch.workers.devices import ROLLOUT
 from rlhf_launch.workers.rollout_engine import RolloutWorker
+from rlhf_launch.workers.rollout_part import RolloutPart
 from rlhf_launch.workers.train_rank import TrainWorker
 
 
@@ -226,26 +228,45 @@ def engine_plans(
         backend: an installed backend's name (`vllm`, `transformers`, ...), or `module:Class`.
         config: of every engine.
         engines: how many.
-        room: what is reserved for each.
+        room: what is reserved for each; with `config.hosts`, for each of its parts.
+
+    Raises:
+        ConfigError: engines over several hosts, of a backend that keeps them on one.
     """
     room = room or WorkerRoom()
-    threads = _thread_vars(room, config.device, workers=engines)
+    threads = _thread_vars(room, config.device, workers=engines * config.hosts)
     env_vars = threads | plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
-    needs = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.hosts > 1 and not isinstance(load_plugin(ROLLOUT_BACKENDS, backend), SpansHosts):
+        raise ConfigError(
+            f"placement.rollout.hosts_per_engine={config.hosts}: the rollout backend {backend} keeps an engine on "
+            "one host; vllm can divide its pipeline stages among several"
+        )
+    needs = config.tensor_parallel_size * config.pipeline_parallel_size // config.hosts
+    plan = WorkerPlan(
+        name="rollout",
+        role="rollout",
+        worker=RolloutWorker,
+        arguments=(backend, config, env_vars),
+        env_vars=env_vars,
+        cpus=room.cpus,
+        gpus=_gpus(room, config.device, needs=needs),
+        concurrency=10_000,
+        devices=room.devices,
+        hosts=room.hosts,
+    )
     return [
-        WorkerPlan(
-            name=f"rollout-{index}",
-            worker=RolloutWorker,
-            arguments=(backend, config, env_vars),
-            env_vars=env_vars,
-            cpus=room.cpus,
-            gpus=_gpus(room, config.device, needs=needs),
-            concurrency=10_000,
-            devices=room.devices,
-            hosts=room.hosts,
+        replace(
+            plan, name=f"rollout-{index}", parts=tuple(_part(plan, index, host) for host in range(1, config.hosts))
         )
         for index in range(engines)
     ]
+
+
+def _part(plan: WorkerPlan, engine: int, host: int) -> WorkerPlan:
+    """What an engine has on one of its other hosts."""
+    backend, config, env_vars = plan.arguments
+    arguments = (backend, replace(config, host=host), env_vars)
+    return replace(plan, name=f"rollout-{engine}.{host}", worker=RolloutPart, arguments=arguments)
 
 
 def rollout_plans(
@@ -262,9 +283,14 @@ def rollout_plans(
         backends: what its backends and devices were found to be.
         adapter_rank: that of adapters which the engines will be sent alone.
         weights: how weights will be sent; None if none will.
+
+    Raises:
+        ConfigError: an engine over several hosts contradicts other settings.
+        ResourceError: such an engine without Ray.
     """
     rollout = config.rollout
     shares_devices = any(ROLLOUT in members for members in config.shared)
+    hosts = _hosts_per_engine(config, backends, shares_devices=shares_devices)
     backend_config = RolloutConfig(
         model=config.model.path,
         dtype=backends.dtype,
@@ -273,6 +299,7 @@ def rollout_plans(
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel_size,
         pipeline_parallel_size=rollout.pipeline_parallel_size,
+        hosts=hosts,
         adapter_rank=adapter_rank,
         shares_devices=shares_devices,
         weight_buffer_bytes=weight_buffer_bytes(backends.device, weights, shares_devices=shares_devices),
@@ -290,6 +317,32 @@ def _with_own_stream(plan: WorkerPlan) -> WorkerPlan:
     backend, config, env_vars = plan.arguments
     own = replace(config, seed=request_seed(config.seed, plan.name) % 2**31)
     return replace(plan, arguments=(backend, own, env_vars))
+
+
+def _hosts_per_engine(config: WorkerNeeds, backends: ResolvedBackends, *, shares_devices: bool) -> int:
+    hosts, stages = config.placement.rollout.hosts_per_engine, config.rollout.pipeline_parallel_size
+    if hosts == 1:
+        return 1
+    key = f"placement.rollout.hosts_per_engine={hosts}"
+    if stages % hosts:
+        raise ConfigError(
+            f"{key} divides the pipeline stages of an engine among its hosts, and rollout.pipeline_parallel_size "
+            f"is {stages}; make it {hosts} or a multiple (rollout.tensor_parallel_size is the GPUs of one stage, "
+            "on one host)"
+        )
+    if shares_devices:
+        raise ConfigError(
+            f"{key}: an engine over several hosts has devices of its own; leave out the colocate_with that joins "
+            "rollout with another role"
+        )
+    if isinstance(spread := config.placement.rollout.hosts, int):
+        raise ConfigError(
+            f"{key} says how many hosts one engine sits on, and placement.rollout.hosts={spread} "
+            "how many all have; leave hosts out, or name the hosts"
+        )
+    if backends.executor != "ray":
+        raise ResourceError(f"{key} needs placement.executor=ray; the {backends.executor} executor has one host")
+    return hosts
 
 
 def weight_buffer_bytes(device: str, weights: WeightSyncSection | None, *, shares_devices: bool) -> int:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,9 @@ from rlhf_launch.placement.ray_bundles import Place, Reservation, hosts_of, plac
 from rlhf_launch.placement.ray_handle import PULSE, RayHandle
 from rlhf_launch.placement.reachability import Door, DoorWatch
 from rlhf_launch.placement.scratch import ScratchFolder
+from rlhf_launch.workers.handles import Handle
 from rlhf_launch.workers.pulse import attended
+from rlhf_launch.workers.spread_handle import SpreadHandle
 from rlhf_launch.workers.waits import WorkerLostError
 
 _HEAD = "head"
@@ -145,7 +148,7 @@ class RayCluster:
             self._stop()
             raise
 
-    def place(self, plans: Sequence[WorkerPlan]) -> list[RayHandle]:
+    def place(self, plans: Sequence[WorkerPlan]) -> list[Handle]:
         """Reserve room for all workers at once, then start them all (they meet while starting).
 
         Raises:
@@ -156,12 +159,12 @@ class RayCluster:
         room = Reservation(self._ray, layout, timeout_s=self._timeout_s)
         self._rooms.append(room)
         self._places |= {name: (room, place) for name, place in room.places.items()}
-        return [self._start_worker(plan.name) for plan in plans]
+        return [self._start_with_parts(plan) for plan in plans]
 
-    def restart(self, name: str) -> RayHandle:
+    def restart(self, name: str) -> Handle:
         """Start a worker anew in the room of the one of this name, which must be gone or about to go.
 
-        If its host is lost, the worker gets room on another one.
+        If its host is lost, the worker gets room on another one; so does each of its parts.
 
         Raises:
             WorkerLostError: the cluster is gone.
@@ -171,12 +174,20 @@ class RayCluster:
         if self._lost is not None:
             raise self._lost
         self._watch_doors()
-        place = self._places[name][1]
-        if place.node in self._gone:
-            room = Reservation(self._ray, place_beside(self._ray, place.plan, self._gone), timeout_s=_ROOM_S)
-            self._rooms.append(room)
-            self._places[name] = room, room.places[name]
-        return self._start_worker(name)
+        plan = self._places[name][1].plan
+        members = (plan, *plan.parts)
+        for member in members:
+            if self._places[member.name][1].node in self._gone:
+                others = {self._places[other.name][1].node for other in members if other is not member}
+                beside = place_beside(self._ray, member, self._gone | others)
+                room = Reservation(self._ray, beside, timeout_s=_ROOM_S)
+                self._rooms.append(room)
+                self._places[member.name] = room, replace(room.places[member.name], plan=member)
+        return self._start_with_parts(plan)
+
+    def _start_with_parts(self, plan: WorkerPlan) -> Handle:
+        main = self._start_worker(plan.name)
+        return SpreadHandle(main, [self._start_worker(part.name) for part in plan.parts]) if plan.parts else main
 
     def _start_worker(self, name: str) -> RayHandle:
         room, place = self._places[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core import ResourceError
@@ -142,13 +142,13 @@ def hosts_of(ray: Any, *, free: bool = False) -> list[Host]:
 
 
 def place_beside(ray: Any, plan: WorkerPlan, gone: Collection[str]) -> Layout:
-    """The layout of one worker on what is free now, for one whose host is among those that are gone.
+    """The layout of one worker, without its parts, on what is free now, on no host of those given.
 
     Raises:
         ResourceError: no other host has room.
         ConfigError: see `lay_out`.
     """
-    return lay_out([plan], [host for host in hosts_of(ray, free=True) if host.node not in gone])
+    return lay_out([replace(plan, parts=())], [host for host in hosts_of(ray, free=True) if host.node not in gone])
 
 
 def place_in(ray: Any, plans: Sequence[WorkerPlan]) -> Layout:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 from rlhf_core import (
     ROLLOUT_BACKENDS,
@@ -26,7 +28,7 @@ from rlhf_core import (
 )
 
 from rlhf_launch.workers.probe import LoadReport, ProbeCheck, ProbeReport, Scores
-from rlhf_launch.workers.process import device_names, trim_memory
+from rlhf_launch.workers.process import device_names, host_address, trim_memory
 
 
 class RolloutWorker:
@@ -57,8 +59,19 @@ class RolloutWorker:
                 backend = self._built = load_plugin(ROLLOUT_BACKENDS, self._backend_name)(self._config)
         return backend
 
-    async def start(self) -> float:
-        """Build the backend. Returns the seconds it took."""
+    async def meeting(self) -> str:
+        """An `address:port` of this host at which the parts of an engine over several hosts can meet."""
+        with contextlib.closing(socket.socket()) as door:
+            door.bind((address := host_address(), 0))
+            return f"{address}:{door.getsockname()[1]}"
+
+    async def start(self, meeting: str = "") -> float:
+        """Build the backend. Returns the seconds it took.
+
+        Args:
+            meeting: see `meeting`; the parts on other hosts (`RolloutPart`) start at the same time.
+        """
+        self._config = replace(self._config, meeting=meeting)
         begin = time.perf_counter()
         _ = self._backend
         return time.perf_counter() - begin
@@ -88,8 +101,8 @@ class RolloutWorker:
         return device_names(self._config.device)
 
     async def shared_memory(self) -> str | None:
-        """See shared_memory_id."""
-        return shared_memory_id()
+        """See shared_memory_id; None, too, for an engine of which some workers are on other hosts."""
+        return shared_memory_id() if self._backend.capabilities.shares_memory else None
 
     async def connect(self, link: Link, rank: int) -> None:
         """See RolloutBackend."""

@@ -1,7 +1,8 @@
 """Rollout backend on vLLM: continuous batching, prefix cache, tensor parallelism, native weight transfer.
 
-One vLLM engine runs in this process, on a thread of its own (`loop`). With `tensor_parallel_size` above 1
-its workers are processes, otherwise the whole engine is in this one. Every `generate` call is one vLLM request
+One vLLM engine runs in this process, on a thread of its own (`loop`). With several workers these
+are processes, on this host or (`RolloutConfig.hosts`) on others too, where a `VLLMPart` has them; otherwise the
+whole engine is in this one. Every `generate` call is one vLLM request
 for all `n` samples: vLLM batches across calls, and the samples share the prompt's computation (whole cache blocks).
 
 A weight update takes place between two steps, once those in flight are finished. Requests that run on across it are
@@ -39,10 +40,11 @@ from rlhf_rollout.backends.vllm.options import (
     prepare_process,
     worker_count,
 )
+from rlhf_rollout.backends.vllm.part import VLLMPart
 from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
 from rlhf_rollout.backends.vllm.scoring import score_precision, score_rows
 from rlhf_rollout.backends.vllm.weights import EngineWeights
-from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers
+from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers, share_memory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -63,6 +65,7 @@ class VLLMBackend:
     """What its `options` hold, for those who show or check them."""
 
     env_vars = staticmethod(env_vars)
+    part = staticmethod(VLLMPart)
 
     def __init__(self, config: RolloutConfig) -> None:
         prepare_process(config)
@@ -87,6 +90,9 @@ class VLLMBackend:
         model, settings = self._loop.call(lambda engine: (engine.model_config, chosen_settings(engine))).result()
         self._image_token_id = getattr(model.hf_config, "image_token_id", None)
         self._capabilities = replace(self._capabilities, images=model.is_multimodal_model, settings=settings)
+        if not self._loop.call(lambda engine: share_memory(engine, timeout_s=_START_S)).result():
+            transports = self._capabilities.transports - {"shm", "ipc"}
+            self._capabilities = replace(self._capabilities, transports=transports, shares_memory=False)
         if getattr(model.hf_config, "quantization_config", None):
             # The names and shapes of its weights are those of codes and scales, which no trainer has.
             self._capabilities = replace(self._capabilities, transports=frozenset(), partial_sync="none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +25,7 @@ _FIXED = {
     "enable_lora": "it follows from RolloutConfig.adapter_rank",
     "max_lora_rank": "it follows from RolloutConfig.adapter_rank",
     "distributed_executor_backend": "it follows from the number of workers",
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), "it follows from RolloutConfig.hosts"),
     "data_parallel_size": "run several backends for more throughput",
     "stream_interval": "finished requests only are taken from the engine",
 }
@@ -93,6 +95,9 @@ def prepare_process(config: RolloutConfig) -> None:
     """Set those of `env_vars` that are not set, and import vLLM, which takes seconds."""
     for name, value in env_vars(config).items():
         os.environ.setdefault(name, value)
+    if config.hosts > 1:
+        # vLLM would look for the way to the Internet, which a cluster may not have.
+        os.environ.setdefault("VLLM_HOST_IP", _address_towards(*_meeting_place(config)))
     # With an engine process of vLLM's own, steps could not be separated from weight updates.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     collecting = gc.isenabled()
@@ -107,6 +112,24 @@ def prepare_process(config: RolloutConfig) -> None:
     finally:
         if collecting:
             gc.enable()
+
+
+def _meeting_place(config: RolloutConfig) -> tuple[str, int]:
+    address, _, port = config.meeting.rpartition(":")
+    if not address or not port.isdigit():
+        raise ConfigError(
+            f"an engine over {config.hosts} hosts needs RolloutConfig.meeting, the address:port of its host 0 "
+            f"where its parts meet; found {config.meeting!r}"
+        )
+    return address, int(port)
+
+
+def _address_towards(address: str, port: int) -> str:
+    """This host's own address on the way to another; nothing is sent."""
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect((address, port))
+        return way.getsockname()[0]
 
 
 def worker_count(config: RolloutConfig) -> int:
@@ -136,6 +159,9 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
         "worker_extension_cls": "rlhf_rollout.backends.vllm.worker.extension.RolloutExtension",
         "weight_transfer_config": {"backend": "rlhf-link"},
     }
+    if config.hosts > 1:
+        address, port = _meeting_place(config)
+        arguments |= {"nnodes": config.hosts, "node_rank": config.host, "master_addr": address, "master_port": port}
     if (window := _shorter_window(config)) is not None:
         arguments["hf_overrides"] = {"sliding_window": window}
     if config.adapter_rank:

@@ -7,7 +7,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import EngineDiedError
+from rlhf_core import EngineDiedError, shared_memory_id
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -50,12 +50,13 @@ class WorkerWatch:
             return
         process = next(process for process in self._processes if process.sentinel in ended)
         process.join(_NOTICE_S)
-        self._found = f"worker process {process.name} {_ending(process.exitcode)}"
+        self._found = f"worker process {process.name} {ending(process.exitcode)}"
         for other in self._processes:
             other.kill()
 
 
-def _ending(exit_code: int | None) -> str:
+def ending(exit_code: int | None) -> str:
+    """How a process ended, in words: `was killed by signal 9 (SIGKILL)`."""
     if exit_code is None or exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
@@ -77,3 +78,8 @@ def on_workers(engine: LLMEngine, method: str, *arguments: Any, timeout_s: float
         # The workers report their failures as values, so it is the engine that is broken.
         raise EngineDiedError(f"the vLLM engine died: {type(error).__name__}: {error}") from error
     return next((answer for answer in answers if answer is not None), None)
+
+
+def share_memory(engine: LLMEngine, *, timeout_s: float) -> bool:
+    """Whether what this process can map (`shared_memory_id`) is the same for all workers."""
+    return {shared_memory_id()} == set(engine.collective_rpc("rlhf_shared_memory", timeout=timeout_s))

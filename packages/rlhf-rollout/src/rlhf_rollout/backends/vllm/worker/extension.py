@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_core import WeightManifest
+from rlhf_core import WeightManifest, shared_memory_id
 from vllm.distributed.parallel_state import get_pp_group
 
 from rlhf_rollout.backends.vllm.worker import adapters, cache
@@ -14,6 +14,7 @@ from rlhf_rollout.backends.vllm.worker.cpu_layers import (
     normalize_by_kernel,
     rotate_heads_by_torch,
 )
+from rlhf_rollout.backends.vllm.worker.parent import end_with_parent
 from rlhf_rollout.backends.vllm.worker.transfer import LinkTransfer
 
 Failure = tuple[str, str]
@@ -26,6 +27,10 @@ class RolloutExtension:
     Failures are returned, not raised: an exception from one worker would leave the answers of the others unread in
     the executor's queues.
     """
+
+    def rlhf_shared_memory(self) -> str | None:
+        """See shared_memory_id."""
+        return shared_memory_id()
 
     def rlhf_connect(self, init_info: dict[str, Any]) -> Failure | None:
         """Join a weight link; blocks until the sender accepts."""
@@ -96,6 +101,9 @@ class RolloutExtension:
                 )
 
         return _failure_of(prepare)
+
+
+end_with_parent()
 
 
 def _failure_of(run: Callable[[], None]) -> Failure | None:
