@@ -62,6 +62,9 @@ LAYOUTS = {
 }
 
 
+OVER_TWO_HOSTS = ["placement.rollout.hosts_per_engine=2", "rollout.pipeline_parallel_size=2"]
+
+
 def plan(*arguments):
     result = CliRunner().invoke(app, ["train", *arguments, "--print-plan"])
     return result.exit_code, result.output
@@ -109,6 +112,22 @@ def test_every_example_has_its_table():
         (["train.ranks=64"], "the run needs 136 GPU for 200 workers, the cluster has 32"),
         (["placement.reference.hosts=3"], "4 GPUs cannot be spread evenly over 3 hosts"),
         (["placement.reference.colocate_with=critik"], "colocate_with='critik' is no role"),
+        (
+            ["placement.rollout.hosts_per_engine=2"],
+            "divides the pipeline stages of an engine among its hosts, and rollout.pipeline_parallel_size is 1",
+        ),
+        (
+            [*OVER_TWO_HOSTS, "placement.rollout.hosts=4"],
+            "placement.rollout.hosts=4 how many all have",
+        ),
+        (
+            [*OVER_TWO_HOSTS, "rollout.backend=transformers"],
+            "the rollout backend transformers keeps an engine on one",
+        ),
+        (
+            [*OVER_TWO_HOSTS, "placement.policy.colocate_with=rollout"],
+            "an engine over several hosts has devices of its own",
+        ),
         (["placement.reward.moodel.ranks=2"], "the reward has no part of this name"),
         (["placement.policy.ranks=2"], "has another name now; write train.ranks"),
         (
@@ -121,6 +140,20 @@ def test_what_cannot_be_is_refused_with_the_numbers(changes, message):
     code, text = plan(str(EXAMPLES / "70b-pairs.yaml"), *changes, "--hosts", "4")
     assert code == 2
     assert message in " ".join(text.split())
+
+
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the packages here")
+def test_each_part_of_an_engine_over_two_hosts_has_a_row():
+    changes = [*OVER_TWO_HOSTS, "rollout.engines=2", "rollout.tensor_parallel_size=8"]
+    code, text = plan(str(EXAMPLES / "70b-separate.yaml"), *changes, "--hosts", "6", "--gpus-per-host", "8")
+    assert code == 0, text
+    rows = [row[1:4] for row in cells(text) if row[0] == "rollout"]
+    assert rows == [
+        ["0 (part 1 of 2)", "host 1", "0-7"],
+        ["0 (part 2 of 2)", "host 2", "0-7"],
+        ["1 (part 1 of 2)", "host 3", "0-7"],
+        ["1 (part 2 of 2)", "host 4", "0-7"],
+    ]
 
 
 def config(**changes):
