@@ -20,7 +20,9 @@ pytestmark = [
     pytest.mark.skipif(two_hosts.why_not() is not None, reason=two_hosts.why_not() or ""),
 ]
 
-MODULES = os.pathsep.join([str(two_hosts.HERE), str(two_hosts.HERE.parent / "reward_modules")])
+MODULES = (str(two_hosts.HERE), str(two_hosts.HERE.parent / "reward_modules"))
+PATH = os.pathsep.join([*MODULES, *filter(None, [os.environ.get("PYTHONPATH")])])
+"""With where the sources under test are, which need not be those that are installed."""
 DRIVER = f"""
 import os, time
 from rlhf_launch.placement.executor import WorkerPlan
@@ -84,7 +86,7 @@ cluster.close()
 @pytest.fixture
 def hosts():
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/var/tmp"))  # short: Ray's sockets lie below it
-    with two_hosts.two_hosts(folder, {"PYTHONPATH": MODULES}, (2, 2)) as both:
+    with two_hosts.two_hosts(folder, {"PYTHONPATH": PATH}, (2, 2)) as both:
         yield both
     shutil.rmtree(folder, ignore_errors=True)
 
