@@ -49,8 +49,10 @@ BYTES_OF_CODE = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 def quantized_layers(model: nn.Module) -> list[nn.Linear]:
     """The linear layers that `quantized_loading` puts into 4 bits: all frozen ones but heads."""
-    heads = {id(model.get_output_embeddings()) if hasattr(model, "get_output_embeddings") else None}
-    heads |= {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] == "score"}
+    heads = {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] == "score"}
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    if find_head is not None:
+        heads.add(id(find_head()))
     return [
         module
         for module in model.modules()

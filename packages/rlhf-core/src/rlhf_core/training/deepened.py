@@ -100,7 +100,7 @@ class Deepening:
             last = layer if layer is not None else last
         return found
 
-    def _layer(self, shallow: Sequence[P], moment: M) -> int | None:
+    def _layer(self, shallow: Sequence[P], moment: _Moment) -> int | None:
         return layer_of(shallow[moment.used[0]].name) if moment.used else None
 
     def _number(self, layer: int) -> int:

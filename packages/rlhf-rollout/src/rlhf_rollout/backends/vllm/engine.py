@@ -73,7 +73,8 @@ def build_engine(arguments: dict[str, Any], prepare: Callable[[LLMEngine], None]
             engine.set_weight_version("0")
             prepare(engine)
             _sample_one_token(engine)
-            _keep_kernels()
+            if config.parallel_config.distributed_executor_backend == "uni":
+                _keep_kernels()  # else the worker processes have them, and this one nothing yet
     except Exception as error:
         if engine is not None:
             shut_down_engine(engine)
