@@ -21,7 +21,6 @@ from family_verdicts import rows
 from gpu_report import table
 from rlhf_algos.testing import sample_batch
 from rlhf_core import EngineConfig, FittedBudget, Loss, ModelOutputs, OneRank, model_outputs
-from rlhf_core.model import linear_head, log_probs
 from rlhf_core.testing.engine_ground import supervised_loss
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,6 +29,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 Found = dict[str, Tensor]
 Run = Callable[[Any, str], Found]
 """A module and a device to results by name."""
+linear_head: Any = import_module("rlhf_core.model.linear_head")
+log_probs: Any = import_module("rlhf_core.model.log_probs")
 
 
 def batches(module: Any, device: str) -> Found:
