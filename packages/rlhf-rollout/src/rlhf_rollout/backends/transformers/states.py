@@ -20,7 +20,8 @@ def new_states(config: Any) -> Any:
     of_config = DynamicCache(config=config)
     if not any(isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin) for layer in of_config.layers):
         return DynamicCache()  # which makes its layers as they come
-    both: Any = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", ())  # from Transformers 5.14 on
+    # From Transformers 5.14 on.
+    both: Any = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", ())
     layer: Any
     for index, layer in enumerate(of_config.layers):
         if isinstance(layer, both):
