@@ -364,7 +364,8 @@ def main() -> None:
     work = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     checks = Checks(work, rank)
-    kinds = (Checks, FeatureChecks, ModelChecks, TileChecks)
+    # ModelChecks end with tensor parallelism, whose groups DeepSpeed keeps for the rest of the process.
+    kinds = (Checks, FeatureChecks, TileChecks, ModelChecks)
     every = [name for kind in kinds for name, value in vars(kind).items() if callable(value)]
     names = sys.argv[2:] or [name for name in every if not name.startswith("_") and name != "start"]
     results: dict[str, Any] = {}
