@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -48,9 +49,12 @@ class ControlChecks(RolloutGround):
 
     def test_requests_wait_while_paused(self, backend: RolloutBackend) -> None:
         async def wait_and_go_on() -> GenerationResult:
+            begin = time.monotonic()
+            await backend.generate(self.request("not-waiting"))
+            needed = time.monotonic() - begin
             await backend.pause("keep" if "keep" in backend.capabilities.pause_modes else "abort")
             task = asyncio.create_task(backend.generate(self.request("waiting")))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(max(0.2, 3 * needed))  # a request that did not wait would have ended
             assert not task.done()
             await backend.resume()
             return await task

@@ -18,7 +18,7 @@ from rlhf_launch.placement.executor import WorkerPlan
 from rlhf_launch.placement.layout import Host
 from rlhf_launch.placement.ray_address import check_address
 from rlhf_launch.placement.ray_bundles import Place, Reservation, hosts_of, place_beside, place_in
-from rlhf_launch.placement.ray_handle import PULSE, RayHandle
+from rlhf_launch.placement.ray_handle import PULSE, RayHandle, at_home
 from rlhf_launch.placement.reachability import Door, DoorWatch
 from rlhf_launch.placement.scratch import ScratchFolder
 from rlhf_launch.workers.handles import Handle
@@ -201,7 +201,7 @@ class RayCluster:
         }
         if plan.concurrency is not None:
             options["max_concurrency"] = plan.concurrency
-        actor = self._ray.remote(concurrency_groups={PULSE: 1})(attended(plan.worker))  # type: ignore[call-overload]
+        actor = self._ray.remote(concurrency_groups={PULSE: 1})(at_home(attended(plan.worker)))  # type: ignore[call-overload]
         actor = actor.options(**options).remote(*plan.arguments)
         handle = RayHandle(name, actor, logs=self._logs, on_death=self._deaths.append)
         if not self._through_client:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import EngineDiedError, RLHFError, UserError
+from rlhf_core import EngineDiedError, ResourceError, RLHFError, UserError
 
 from rlhf_launch.workers.handles import finished
 from rlhf_launch.workers.process import use_address
@@ -57,7 +57,7 @@ class RayHandle:
         return self.name if place is None else f"{self.name} (process {place.pid} on {place.address})"
 
     def find_place(self) -> None:
-        """Ask the worker where it runs, ahead of its first call, which then has this host's address, too."""
+        """Ask the worker where it runs."""
 
         def note(done: Future[Any]) -> None:
             error = done.exception()
@@ -160,8 +160,22 @@ class Place:
                 os.kill(self.pid, signal.SIGKILL)
 
 
+def at_home(worker: type) -> type:
+    """The class of a worker that has the `host_address` that Ray knows from its first call on."""
+
+    # Not by a call ahead of the others, which Ray may run in any order where they are asynchronous.
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        import ray
+
+        with contextlib.suppress(ResourceError):  # `RayHandle.find_place` hears of it
+            use_address(ray.util.get_node_ip_address())
+        worker.__init__(self, *args, **kwargs)  # type: ignore[misc]
+
+    return type(worker.__name__, (worker,), {"__init__": construct, "__doc__": worker.__doc__})
+
+
 def _settle_in(worker: Any) -> Place:
-    """Runs in a worker, before its first call: note the address under which Ray reaches this host, and tell it."""
+    """Runs in a worker: where it is, if the address that it is to use is one of this host."""
     import ray
 
     address = ray.util.get_node_ip_address()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from ipaddress import ip_address
 
 from rlhf_core import (
     ROLLOUT_BACKENDS,
@@ -16,6 +17,7 @@ from rlhf_core import (
     GenerationRequest,
     GenerationResult,
     Link,
+    ResourceError,
     RolloutBackend,
     RolloutConfig,
     ScoresTokens,
@@ -60,9 +62,18 @@ class RolloutWorker:
         return backend
 
     async def meeting(self) -> str:
-        """An `address:port` of this host at which the parts of an engine over several hosts can meet."""
+        """An `address:port` of this host at which the parts of an engine over several hosts can meet.
+
+        Raises:
+            ResourceError: this host is known only by an address that means another host elsewhere.
+        """
+        if ip_address(address := host_address()).is_loopback:
+            raise ResourceError(
+                f"other hosts cannot reach {socket.gethostname()} at {address}, where the parts of an engine over "
+                "several hosts would meet; name the network between them by placement.interface"
+            )
         with contextlib.closing(socket.socket()) as door:
-            door.bind((address := host_address(), 0))
+            door.bind((address, 0))
             return f"{address}:{door.getsockname()[1]}"
 
     async def start(self, meeting: str = "") -> float:

@@ -142,14 +142,14 @@ class TrainGroup:
 
         return self.begin(calls, "score a batch", conclude)
 
-    @_in_turn
     def prepare(
         self, batch: RaggedBatch, recipe: Recipe, *, kl_coef: float
     ) -> tuple[RowColumns, dict[str, Metric]]:
         """Prepare whole groups of rows on the ranks; columns and metrics of the batch.
 
-        Which rows are prepared together does not depend on the number of ranks, nor do the numbers. Where
-        advantages are whitened over the batch, ranks keep theirs until the moments of all of them are known.
+        No model is needed for it, and no turn on shared devices. Which rows are prepared together does not depend
+        on the number of ranks, nor do the numbers. Where advantages are whitened over the batch, ranks keep theirs
+        until the moments of all of them are known.
 
         Raises:
             ValueError: the recipe must see the whole batch (see `in_parts`).
