@@ -63,7 +63,7 @@ handle.call("start").result(timeout=300)
 can = handle.call("capabilities").result(timeout=60)
 print("state", can.shares_memory or "shm" in can.transports, can.receivers, flush=True)
 def generate(tokens):
-    sampling = SamplingConfig(max_tokens=tokens)
+    sampling = SamplingConfig(max_tokens=tokens, min_tokens=tokens)
     request = GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=sampling, seed=0)
     return handle.call("generate", request)
 print("sampled", len(generate(4).result(timeout=60).samples), flush=True)
@@ -163,6 +163,7 @@ def test_the_loss_of_the_second_host_ends_the_engine_over_both(hosts, tmp_path):
     assert "state False 2\n" in said, said
     (at,) = (at for at, line in lines if line.startswith("lost "))
     assert at - struck < 60, said
+    assert "lost EngineDiedError('rollout-0 has lost its part" in said, said
     assert "later EngineDiedError" in said, said
     # Its place was on a host that is gone, and the other has the engine's own process already.
     assert "again ResourceError" in said, said
