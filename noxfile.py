@@ -61,7 +61,7 @@ def quick(session):
 @nox.session
 def tests(session):
     """The whole suite, real engines included: two files at a time, as one mostly waits for processes to start."""
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "--durations=40", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -1,11 +1,13 @@
 """A host of a Ray cluster goes: its workers are named with it in seconds, those of the other host work on."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,7 +76,7 @@ print("lost", repr(under_way.exception(timeout=200)), flush=True)
 time.sleep(10)
 print("later", type(generate(4).exception(timeout=60)).__name__, flush=True)
 close_workers([handle])
-time.sleep(40)
+time.sleep(20)
 try:
     cluster.restart("rollout-0")
 except Exception as error:
@@ -93,17 +95,9 @@ def hosts():
 
 def test_the_workers_of_a_lost_host_are_named_with_it_and_the_others_work_on(hosts):
     first, second = hosts
-    command = first.command(sys.executable, "-c", DRIVER)
-    lines = []
-    with subprocess.Popen(
-        command, env=os.environ | first.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as driver:
-        for line in driver.stdout:
-            lines.append((time.monotonic(), line.split(maxsplit=1)))
-            if line == "ready\n":
-                struck = time.monotonic()
-                second.kill()
-    assert driver.returncode == 0, lines
+    said, struck, returned = driven_until_the_second_is_lost(hosts, DRIVER)
+    assert returned == 0, said
+    lines = [(at, line.split(maxsplit=1)) for at, line in said]
     places = [words[1].split() for _, words in lines if words[:1] == ["place"]]
     by_address = {address: (interface, shared) for _, address, interface, shared in places}
     assert by_address["10.77.0.1"][0] == first.device
@@ -143,23 +137,10 @@ def test_an_engine_over_both_hosts_generates_and_gets_new_weights_from_a_policy_
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_loss_of_the_second_host_ends_the_engine_over_both(hosts, tmp_path):
-    first, second = hosts
     save_tiny_model(tmp_path / "policy")
-    lines = []
-    with subprocess.Popen(
-        first.command(sys.executable, "-c", ENGINE_DRIVER, str(tmp_path / "policy")),
-        env=os.environ | first.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as driver:
-        for line in driver.stdout:
-            lines.append((time.monotonic(), line))
-            if line == "ready\n":
-                struck = time.monotonic()
-                second.kill()
+    lines, struck, returned = driven_until_the_second_is_lost(hosts, ENGINE_DRIVER, str(tmp_path / "policy"))
     said = "".join(line for _, line in lines)
-    assert driver.returncode == 0, said
+    assert returned == 0, said
     assert "state False 2\n" in said, said
     (at,) = (at for at, line in lines if line.startswith("lost "))
     assert at - struck < 60, said
@@ -167,6 +148,31 @@ def test_the_loss_of_the_second_host_ends_the_engine_over_both(hosts, tmp_path):
     assert "later EngineDiedError" in said, said
     # Its place was on a host that is gone, and the other has the engine's own process already.
     assert "again ResourceError" in said, said
+
+
+def driven_until_the_second_is_lost(hosts, program, *arguments):
+    """Run a program on the first host, and end the second once it is ready.
+
+    Returns the lines that it printed with the second of each, when the second host was ended, and its exit status.
+    """
+    first, second = hosts
+    lines, struck = [], math.inf
+    with subprocess.Popen(
+        first.command(sys.executable, "-c", program, *arguments),
+        env=os.environ | first.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as driver:
+        patience = threading.Timer(400, driver.kill)
+        patience.start()
+        for line in driver.stdout:
+            lines.append((time.monotonic(), line))
+            if line == "ready\n":
+                struck = time.monotonic()
+                second.kill()
+    patience.cancel()
+    return lines, struck, driver.returncode
 
 
 def train_on(first, tmp_path, *, rollout, train, placement):

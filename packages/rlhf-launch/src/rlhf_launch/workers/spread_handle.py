@@ -31,7 +31,7 @@ class SpreadHandle:
         self.name = main.name
         self._main = main
         self._parts = tuple(parts)
-        self._lock = threading.Lock()
+        self._lock, self._ending = threading.Lock(), threading.Lock()
         self._under_way: set[Future[Any]] = set()
         self._lost: BaseException | None = None
         self._closing = False
@@ -78,8 +78,7 @@ class SpreadHandle:
         """See Handle."""
         with self._lock:
             self._closing = True
-        for handle in (self._main, *self._parts):
-            handle.end()
+        self._end_all()
 
     def _begun(self) -> Future[Any]:
         """The future of a call, which has failed already where a part is lost."""
@@ -137,8 +136,12 @@ class SpreadHandle:
             given_up, self._under_way = self._under_way, set()
         for outcome in given_up:
             outcome.set_exception(self._lost)
-        for handle in (self._main, *self._parts):
-            with suppress(Exception):
+        # The cluster tells of a loss on the thread that it needs itself to end a worker.
+        threading.Thread(target=self._end_all, name=f"end-{self.name}", daemon=True).start()
+
+    def _end_all(self) -> None:
+        with self._ending:
+            for handle in (self._main, *self._parts):
                 handle.end()
 
     def _pass_on(self, done: Future[Any], outcome: Future[Any]) -> None:
