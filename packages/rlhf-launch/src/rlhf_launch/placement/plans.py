@@ -141,6 +141,15 @@ def _room(config: WorkerNeeds, role: str) -> WorkerRoom:
     )
 
 
+def _heap_vars(device: str) -> dict[str, str]:
+    """Variables for the C library's heap, of which a worker on the CPU has one for all threads.
+
+    Workers run on threads, whose own heaps have at most 64 MiB: every larger tensor would be mapped by itself,
+    given back when it is freed, and come again page by page (`keep_freed_memory`). What the user has set stands.
+    """
+    return {} if device.startswith("cuda") else {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
+
+
 def _threads_of_role(config: WorkerNeeds) -> int:
     """Threads of all workers of one role: roles mostly take turns, so each has all cores of this machine; half of
     them where generation goes on during training."""
@@ -179,8 +188,8 @@ def rank_plans(
         ResourceError: several ranks of an engine that has one.
     """
     room = room or WorkerRoom()
-    threads = _thread_vars(room, config.device, workers=ranks)
-    env_vars = threads | plugin_env_vars(TRAIN_ENGINES, engine, config)
+    process = _thread_vars(room, config.device, workers=ranks) | _heap_vars(config.device)
+    env_vars = process | plugin_env_vars(TRAIN_ENGINES, engine, config)
     can = load_plugin(TRAIN_ENGINES, engine).capabilities(config)
     if ranks > 1 and not can.several_ranks:
         raise ResourceError(
@@ -234,8 +243,8 @@ def engine_plans(
         ConfigError: engines over several hosts, of a backend that keeps them on one.
     """
     room = room or WorkerRoom()
-    threads = _thread_vars(room, config.device, workers=engines * config.hosts)
-    env_vars = threads | plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
+    process = _thread_vars(room, config.device, workers=engines * config.hosts) | _heap_vars(config.device)
+    env_vars = process | plugin_env_vars(ROLLOUT_BACKENDS, backend, config)
     if config.hosts > 1 and not isinstance(load_plugin(ROLLOUT_BACKENDS, backend), SpansHosts):
         raise ConfigError(
             f"placement.rollout.hosts_per_engine={config.hosts}: the rollout backend {backend} keeps an engine on "
