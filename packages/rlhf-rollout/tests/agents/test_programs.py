@@ -239,7 +239,7 @@ task = json.loads(os.environ["RLHF_TASK"])
 how = task["metadata"]["how"]
 print("some words")
 if how == "hang":
-    beat = f"while :; do echo >> {task['metadata']['note']}; sleep 0.05; done"
+    beat = f"for n in $(seq 200); do echo >> {task['metadata']['note']}; sleep 0.05; done"
     subprocess.Popen(["sh", "-c", beat], start_new_session=True)
     time.sleep(60)
 if how == "fail":
