@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import socket
 import time
@@ -35,6 +36,8 @@ class EndpointsConfig:
     """Pause before the second attempt; grows twofold, with jitter, up to 30 s."""
     max_in_flight: int = 32
     """Requests at the same time."""
+    max_answer_bytes: int = 64 * 2**20
+    """Largest answer that is read, unpacked; a larger one is an error, and never in memory as a whole."""
     api_key_env: str | None = None
     """Name of the environment variable with the key for `Authorization: Bearer`; the key itself is in no file."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -45,10 +48,10 @@ class EndpointsConfig:
         for url in self.urls:
             if not _is_address(url):
                 raise ConfigError(f"endpoints: {url!r} is not an address; write http://host:port/path")
-        if self.attempts < 1 or self.timeout_s <= 0 or self.max_in_flight < 1:
+        if self.attempts < 1 or self.timeout_s <= 0 or self.max_in_flight < 1 or self.max_answer_bytes < 1:
             raise ConfigError(
-                "endpoints: needs attempts >= 1, timeout_s > 0 and max_in_flight >= 1, got "
-                f"{self.attempts}, {self.timeout_s:g} and {self.max_in_flight}"
+                "endpoints: needs attempts >= 1, timeout_s > 0, max_in_flight >= 1 and max_answer_bytes >= 1, got "
+                f"{self.attempts}, {self.timeout_s:g}, {self.max_in_flight} and {self.max_answer_bytes}"
             )
 
     def all_headers(self) -> dict[str, str]:
@@ -160,8 +163,8 @@ class EndpointConnections:
         failed = True
         try:
             # httpx's time-outs are per read: a server that drips would never reach them.
-            answer = await asyncio.wait_for(self._client.post(url + path, json=body), timeout_s)
-            failed = answer.status_code in _AGAIN or answer.status_code >= 500
+            status, content = await asyncio.wait_for(self._answer(url + path, body), timeout_s)
+            failed = status in _AGAIN or status >= 500
         except TimeoutError as error:
             raise _TryAgain(f"{url} did not answer within {timeout_s:g} s") from error
         except httpx.TransportError as error:
@@ -171,14 +174,26 @@ class EndpointConnections:
             raise
         finally:
             self._endpoints.release(url, failed=failed)
+        said = repr(content[:200].decode(errors="replace"))
         if failed:
-            raise _TryAgain(f"{url} answered {answer.status_code}: {answer.text[:200]!r}")
-        if answer.status_code != 200:
-            raise _Refused(f"{url} answered {answer.status_code}: {answer.text[:200]!r}")
+            raise _TryAgain(f"{url} answered {status}: {said}")
+        if status != 200:
+            raise _Refused(f"{url} answered {status}: {said}")
         try:
-            return answer.json()
+            return json.loads(content)
         except ValueError as error:
-            raise _Refused(f"{url} answered what is not JSON: {answer.text[:200]!r}") from error
+            raise _Refused(f"{url} answered what is not JSON: {said}") from error
+
+    async def _answer(self, url: str, body: Any) -> tuple[int, bytes]:
+        """The status of an answer and what it says, unpacked, of which no more is read than allowed."""
+        most = self._endpoints.config.max_answer_bytes
+        content = bytearray()
+        async with self._client.stream("POST", url, json=body) as answer:
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > most:
+                    raise _Refused(f"{url} answered {answer.status_code} with more than max_answer_bytes={most}")
+        return answer.status_code, bytes(content)
 
 
 def unreachable(urls: Iterable[str], *, timeout_s: float = 5.0) -> dict[str, str]:

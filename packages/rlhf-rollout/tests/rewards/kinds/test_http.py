@@ -171,6 +171,15 @@ def test_unusable_answers_are_refused(answer, message):
         values(reward(server.url), ["a", "b"])
 
 
+def test_of_an_answer_without_end_no_more_is_read_than_allowed():
+    long = {"scores": [0.0], "why": "w" * 2_000_000}
+    with servers(lambda body: (200, long)) as (server,):
+        assert values(reward(server.url, max_answer_bytes=3_000_000), ["a"]) == [0.0]
+        with pytest.raises(RewardError, match="answered 200 with more than max_answer_bytes=1000000"):
+            values(reward(server.url, max_answer_bytes=1_000_000), ["a"])
+    assert len(server.bodies) == 2  # what is too long once is not asked for again
+
+
 def test_no_samples_no_request():
     with servers(lengths) as (server,):
         assert values(reward(server.url), []) == []
@@ -178,7 +187,11 @@ def test_no_samples_no_request():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"urls": ()}, {"urls": ("localhost:1",)}, {"attempts": 0}, {"timeout_s": 0}, {"max_in_flight": 0}]
+    "changes",
+    [
+        *({"urls": ()}, {"urls": ("localhost:1",)}, {"attempts": 0}, {"timeout_s": 0}, {"max_in_flight": 0}),
+        {"max_answer_bytes": 0},
+    ],
 )
 def test_settings_are_checked(changes):
     with pytest.raises(ConfigError, match="endpoints"):
