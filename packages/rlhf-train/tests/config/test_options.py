@@ -140,6 +140,15 @@ def test_compilation_needs_cuda():
     assert settings(device="cuda", deep_compile=True)["compile"] == {"deepcompile": True}
 
 
+def test_fused_kernels_need_cuda():
+    config = EngineConfig(model="m", optimizer=OptimizerConfig())
+    with pytest.raises(ConfigError, match="liger_kernels needs CUDA, the device is 'cpu'"):
+        check_compatible(config, ZeroConfig(liger_kernels=True))
+    check_compatible(replace(config, device="cuda"), ZeroConfig(liger_kernels=True))
+    with pytest.raises(ConfigError, match="liger_kernels is not combined with deep_compile"):
+        check_compatible(replace(config, device="cuda"), ZeroConfig(liger_kernels=True, deep_compile=True))
+
+
 def test_what_deep_compile_cannot_have():
     config = EngineConfig(model="m", device="cuda", optimizer=OptimizerConfig())
     with pytest.raises(ConfigError, match="needs stage 1 or 3"):

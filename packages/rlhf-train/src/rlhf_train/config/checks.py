@@ -35,6 +35,7 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
             "engine options: deep_compile does not work with max_tokens_per_mlp_tile, whose tiles are run by hand "
             "in the backward pass; leave one of them out"
         )
+    check_fused_kernels(config, zero)
     if config.optimizer is None:
         return
     check_optimizer(config, zero)
@@ -65,6 +66,23 @@ def check_compatible(config: EngineConfig, zero: ZeroConfig) -> None:
             )
     if config.dtype == "float16" and config.device == "cpu":
         raise ConfigError("dtype float16 does not train on the CPU; use bfloat16 or float32")
+
+
+def check_fused_kernels(config: EngineConfig, zero: ZeroConfig) -> None:
+    """Refuse settings that do not work with Liger's kernels (`liger_kernels`).
+
+    Raises:
+        ConfigError: says which setting to change.
+    """
+    if not zero.liger_kernels:
+        return
+    if not config.device.startswith("cuda"):
+        raise ConfigError(
+            f"engine options: liger_kernels needs CUDA, the device is {config.device!r}; leave it out"
+        )
+    if zero.deep_compile or zero.autotp_size > 1:
+        other = "deep_compile" if zero.deep_compile else "autotp_size"
+        raise ConfigError(f"engine options: liger_kernels is not combined with {other}; leave one of them out")
 
 
 def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:

@@ -47,6 +47,9 @@ class ZeroConfig:
     parallelism); stages 1 and 2."""
     deep_compile: bool = False
     """Compile the model with DeepCompile. CUDA, stages 1 and 3."""
+    liger_kernels: bool = False
+    """Run norms and gated MLPs by the fused kernels of the library Liger. CUDA; needs the extra `liger`. Off, since
+    the bits of scores and gradients are others, and not those of the rollout engine's kernels either."""
     offload_optimizer: bool = False
     """Keep optimizer state and master weights in host memory (stage 1 and up)."""
     offload_parameters: bool = False
@@ -82,7 +85,7 @@ class ZeroConfig:
         if isinstance(self.freeze, str):
             object.__setattr__(self, "freeze", (self.freeze,))
         check_choice("engine options: stage", self.stage, get_args(Stage))
-        for name in ("offload_optimizer", "offload_parameters", "pin_memory", "deep_compile"):
+        for name in ("offload_optimizer", "offload_parameters", "pin_memory", "deep_compile", "liger_kernels"):
             check_switch(f"engine options: {name}", getattr(self, name))
         for name in ("zero_hpz_partition_size", "autotp_size", "reduce_bucket_size", "export_shard_bytes"):
             check_whole(f"engine options: {name}", getattr(self, name), at_least=1)

@@ -11,6 +11,7 @@ from rlhf_core import ConfigError, EngineConfig, add_adapters, tile_mlps
 from torch import nn
 
 from rlhf_train.config.options import ZeroConfig
+from rlhf_train.model.fused import use_fused_kernels
 from rlhf_train.model.load import load_model
 from rlhf_train.model.optimizers import build_optimizer, trained_elements
 from rlhf_train.model.role_model import RoleModel
@@ -30,6 +31,8 @@ def build_module(
         open_secondary_shards(ranks, zero.zero_hpz_partition_size)
     sharded = zero.stage == 3
     model = load_model(config, settings if sharded else None)
+    if zero.liger_kernels:
+        use_fused_kernels(model)
     if config.lora is not None and config.trained:
         add_adapters(model, config.lora, seed=config.seed, extra="rlhf-train[lora]")
     if config.optimizer is not None:
