@@ -20,7 +20,12 @@ TEST_GROUP = [
 ]
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "typecheck", "api", "tests", "algos_alone", "own_backend"]
-EXTRAS = {"rlhf-core": "[testing,lora]", "rlhf-algos": "[testing,lora]", "rlhf-rollout": "[gymnasium,mcp]"}
+EXTRAS = {
+    "rlhf-core": "[testing,lora]",
+    "rlhf-algos": "[testing,lora]",
+    "rlhf-rollout": "[gymnasium,mcp]",
+    "rlhf-train": "[liger]",
+}
 """What `lowest` installs beside each package's own needs."""
 # One thread per process: several processes of several threads spin against each other on few cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
