@@ -9,9 +9,11 @@ import typer
 import yaml
 from rlhf_core import ConfigError
 
-from rlhf_launch.importing import openrlhf, trl, verl
 from rlhf_launch.importing.engine import Import
+from rlhf_launch.importing.openrlhf import command as openrlhf
 from rlhf_launch.importing.report import account, as_yaml
+from rlhf_launch.importing.trl import command as trl
+from rlhf_launch.importing.verl import command as verl
 
 _FRAMEWORKS = {
     "openrlhf": (openrlhf.find_commands, openrlhf.import_openrlhf),

@@ -1,8 +1,8 @@
 """One engine that turns foreign settings into a configuration of ours, by a table.
 
 A table has a `Rule` for each foreign setting: our key and how the value is converted, or why there is none. What
-depends on several settings at once is a function of the framework, which reads values from the `Draft` and writes our
-keys into it. No setting is left without an entry in the account.
+depends on several settings at once is a function of the framework, which reads values from the `Draft` and writes
+our keys into it. No setting is left without an entry in the account.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def apply_table(draft: Draft, table: Mapping[str, Rule]) -> None:
     Raises:
         ConfigError: a value cannot be converted; the message names the setting.
     """
-    for name in {**{key: None for key in draft.defaults}, **{key: None for key in draft.given}}:
+    for name in dict.fromkeys([*draft.defaults, *draft.given]):
         rule = table.get(name)
         if rule is None:
             near = did_you_mean(draft.written.get(name, name), [*table])

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_core import ConfigError
 
 from rlhf_launch.importing.engine import Draft, Rule, combined, missing, needless, to
-from rlhf_launch.importing.openrlhf_common import ENGINE, datasets, write_template
+from rlhf_launch.importing.openrlhf.common import ENGINE, datasets, write_template
 
 _OF_ENGINES = (
     "attn_implementation",

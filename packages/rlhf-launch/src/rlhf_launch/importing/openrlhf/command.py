@@ -8,10 +8,10 @@ from typing import Any
 from rlhf_core import ConfigError
 
 from rlhf_launch.importing.engine import Draft, Import, Rule, apply_table, finish
-from rlhf_launch.importing.openrlhf_generate import GENERATE, GENERATE_DEFAULTS, generation_run
-from rlhf_launch.importing.openrlhf_names import read_flags
-from rlhf_launch.importing.openrlhf_offline import OFFLINE, offline_run
-from rlhf_launch.importing.openrlhf_online import ONLINE, ONLINE_DEFAULTS, online_run
+from rlhf_launch.importing.openrlhf.generate import GENERATE, GENERATE_DEFAULTS, generation_run
+from rlhf_launch.importing.openrlhf.names import read_flags
+from rlhf_launch.importing.openrlhf.offline import OFFLINE, offline_run
+from rlhf_launch.importing.openrlhf.online import ONLINE, ONLINE_DEFAULTS, online_run
 from rlhf_launch.importing.shell import command_lines
 
 MARKER = "openrlhf.cli."

@@ -9,17 +9,17 @@ from typing import Any
 from rlhf_core import ConfigError
 
 from rlhf_launch.importing.engine import Draft, Rule, combined, differs, missing, needless, to
-from rlhf_launch.importing.openrlhf_common import (
+from rlhf_launch.importing.openrlhf.common import (
     ENGINE,
     OPTIMIZER_DEFAULTS,
     UNLIMITED,
     datasets,
-    every,
     optimizer,
     write_lora,
     write_template,
 )
-from rlhf_launch.importing.openrlhf_placement import PLACEMENT, write_placement
+from rlhf_launch.importing.openrlhf.placement import PLACEMENT, write_placement
+from rlhf_launch.importing.values import every
 
 _BOTH = ("train.optimizer", "train.critic_optimizer")
 _ROLES = {
@@ -162,7 +162,7 @@ def online_run(draft: Draft) -> str:
 def _write_lengths(draft: Draft) -> None:
     draft.put("lengths.long_prompts", "drop")
     whole, new = draft.value("max_len"), draft.value("max_new_tokens")
-    if "prompt_max_len" in draft.given or whole is None and "max_len" not in draft.given:
+    if "prompt_max_len" in draft.given or whole is None:
         draft.put("lengths.max_prompt_tokens", int(draft.value("prompt_max_len", 1024)))
         draft.put("rollout.sampling.max_tokens", int(new or 1024))
         draft.noted("max_len", "prompt and response have bounds of their own here")

@@ -8,15 +8,15 @@ from typing import Any
 from rlhf_core import ConfigError
 
 from rlhf_launch.importing.engine import Draft, Rule, combined, differs, missing, needless, to
-from rlhf_launch.importing.openrlhf_common import (
+from rlhf_launch.importing.openrlhf.common import (
     ENGINE,
     OPTIMIZER_DEFAULTS,
     datasets,
-    every,
     optimizer,
     write_lora,
     write_template,
 )
+from rlhf_launch.importing.values import every
 
 _COMMON: Mapping[str, Rule] = {
     **ENGINE,
@@ -165,7 +165,7 @@ def offline_run(draft: Draft, entry: str) -> str:
     ranks = max(options.get("sequence_parallel_size", 1), options["options"].get("autotp_size", 1))
     draft.put("train.ranks", ranks)
     draft.remarks.append(
-        f"train.ranks is {ranks}: OpenRLHF takes all GPUs that its launcher finds. Write their number into train.ranks."
+        f"train.ranks is {ranks}: OpenRLHF takes all GPUs that its launcher finds. Write their number there."
     )
     return f"rlhf offline {method}"
 

@@ -8,41 +8,11 @@ from typing import Any
 from rlhf_core import ConfigError
 
 from rlhf_launch.importing.engine import Draft, Rule, combined, differs, missing, needless, to
+from rlhf_launch.importing.values import dtype, every, scheduler
 
 NO_WANDB = "write nothing: metrics are in metrics.jsonl and TensorBoard files; Weights & Biases is not connected"
 UNLIMITED = 1_000_000
 """From here on a number of rows is no limit (their defaults are 1e6 and 1e8)."""
-
-
-def scheduler(name: Any) -> str:
-    """Our name of a learning-rate schedule of Transformers.
-
-    Raises:
-        ValueError: we have none such.
-    """
-    ours = {
-        "cosine_with_min_lr": "cosine",
-        "cosine": "cosine",
-        "linear": "linear",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-        "inverse_sqrt": "inverse_sqrt",
-        "warmup_stable_decay": "wsd",
-        "none": "constant",
-    }
-    if name not in ours:
-        raise ValueError(f"there are {', '.join(ours)}")
-    return ours[name]
-
-
-def dtype(name: Any) -> str:
-    """Our name of the numbers in which a model runs."""
-    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[name]
-
-
-def every(steps: Any) -> int:
-    """Steps between two events; -1 stands for never, which is our 0."""
-    return max(0, int(steps))
 
 
 ENGINE: Mapping[str, Rule] = {
