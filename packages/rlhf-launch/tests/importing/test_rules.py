@@ -151,6 +151,7 @@ def test_names_with_dots_lead_to_flags_that_a_table_has():
         ("train_dpo", "--dataset_probs 0.5,0.5", "2 probabilities for 1 datasets"),
         ("train_ppo_ray", "--advantage_estimator x", "known are gae"),
         ("train_ppo_ray", "--advantage_estimator rloo", "samples_per_prompt must be at least 2"),
+        ("train_ppo_ray", "--max_samples $N", "a value cannot be read"),
         ("train_everything", "", "known are train_ppo_ray"),
     ],
 )

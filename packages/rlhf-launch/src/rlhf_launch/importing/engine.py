@@ -7,7 +7,8 @@ our keys into it. No setting is left without an entry in the account.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -164,6 +165,21 @@ def apply_table(draft: Draft, table: Mapping[str, Rule]) -> None:
         for key in rule.keys:
             draft.put(key, converted)
         draft.record(name, rule.outcome, rule.note)
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Around what reads several values together: one that is no number, say, is the writer's error.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{source}: a value cannot be read: {error}; is it a shell variable without a value?"
+        ) from error
 
 
 @dataclass(frozen=True)

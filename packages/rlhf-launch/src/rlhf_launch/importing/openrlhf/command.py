@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core import ConfigError
 
-from rlhf_launch.importing.engine import Draft, Import, Rule, apply_table, finish
+from rlhf_launch.importing.engine import Draft, Import, Rule, apply_table, finish, reading
 from rlhf_launch.importing.openrlhf.generate import GENERATE, GENERATE_DEFAULTS, generation_run
 from rlhf_launch.importing.openrlhf.names import read_flags
 from rlhf_launch.importing.openrlhf.offline import OFFLINE, offline_run
@@ -56,7 +56,9 @@ def import_openrlhf(command: list[str]) -> Import:
             f"{written[name]} has a shell variable without a value: {values[name]}. Replace it in the file."
         )
     apply_table(draft, table)
-    return finish(draft, command=combine(draft), source=f"{MARKER}{entry}")
+    with reading(f"{MARKER}{entry}"):
+        runs = combine(draft)
+    return finish(draft, command=runs, source=f"{MARKER}{entry}")
 
 
 def _table(entry: str) -> _Table:

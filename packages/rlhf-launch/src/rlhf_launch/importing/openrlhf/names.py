@@ -90,7 +90,7 @@ max_norm=max_norm"""
 def _names() -> dict[str, str]:
     names = {name: name.replace(".", "_") for name in _SAME.split()}
     names |= {name: name.rpartition(".")[2] for name in _LAST_PART.split()}
-    names |= dict(pair.split("=", 1) for pair in _RENAMED.split())
+    names |= {theirs: ours for theirs, _, ours in (pair.partition("=") for pair in _RENAMED.split())}
     for role in ("actor", "critic"):
         pairs = (pair.split("=", 1) for pair in _OF_A_ROLE.split())
         names |= {f"{role}.{theirs}": f"{role}_{classic}" for theirs, classic in pairs}

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core import ConfigError
 
-from rlhf_launch.importing.engine import Draft, Import, apply_table, finish
+from rlhf_launch.importing.engine import Draft, Import, apply_table, finish, reading
 from rlhf_launch.importing.trl.table import BATCH, DEFAULTS, METHODS, SCALES, VLLM_CORRECTIONS
 from rlhf_launch.importing.values import every
 
@@ -30,11 +30,14 @@ def import_trl(method: str, settings: Mapping[str, Any], *, source: str) -> Impo
     draft = Draft(given=given, written={key: key for key in given}, defaults={**DEFAULTS, **defaults})
     draft.put("algorithm.name", name)
     apply_table(draft, table)
-    _write_shared(draft)
+    with reading(source):
+        _write_shared(draft)
+        if method == "grpo":
+            _write_grpo(draft)
+        else:
+            _write_offline(draft, method)
     if method == "grpo":
-        _write_grpo(draft)
         return finish(draft, command="rlhf train", source=source)
-    _write_offline(draft, method)
     return finish(draft, command=f"rlhf offline {name}", source=source)
 
 

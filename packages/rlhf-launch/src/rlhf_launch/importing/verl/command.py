@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rlhf_core import ConfigError
 
-from rlhf_launch.importing.engine import Draft, Import, apply_table, finish
+from rlhf_launch.importing.engine import Draft, Import, apply_table, finish, reading
 from rlhf_launch.importing.shell import command_lines
 from rlhf_launch.importing.values import number_or_text
 from rlhf_launch.importing.verl.table import (
@@ -73,11 +73,12 @@ def import_verl(command: list[str]) -> Import:
         if isinstance(value, str) and "$" in value:
             draft.remarks.append(f"{key} has a shell variable without a value: {value}. Replace it in the file.")
     apply_table(draft, table)
-    _write_model_and_data(draft)
-    _write_algorithm(draft, critic)
-    _write_reward(draft)
-    _write_batches(draft)
-    _write_placement(draft, critic)
+    with reading(command[0]):
+        _write_model_and_data(draft)
+        _write_algorithm(draft, critic)
+        _write_reward(draft)
+        _write_batches(draft)
+        _write_placement(draft, critic)
     return finish(draft, command="rlhf train", source=f"{MARKER}main_ppo")
 
 
@@ -121,7 +122,9 @@ def _write_model_and_data(draft: Draft) -> None:
 
 def _files(draft: Draft, name: str, limit: str) -> list[dict[str, Any]]:
     files = draft.value(name)
-    sources = [{"path": str(path)} for path in (files if isinstance(files, list) else [files])]
+    sources: list[dict[str, Any]] = [
+        {"path": str(path)} for path in (files if isinstance(files, list) else [files])
+    ]
     for source in sources:
         if draft.value("data.prompt_key", "prompt") != "prompt":
             source["columns"] = {"prompt": str(draft.value("data.prompt_key"))}
