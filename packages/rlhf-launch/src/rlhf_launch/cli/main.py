@@ -175,6 +175,65 @@ def _refuse_others(path: Path, card: Path) -> None:
         )
 
 
+ImportFile = Annotated[Path | None, typer.Option("--file", help="A shell script that has the command.")]
+ImportOutput = Annotated[Path | None, typer.Option("--output", "-o", help="File to write; printed if not given.")]
+ImportPick = Annotated[int | None, typer.Option(help="Which of several commands of a script, counted from 1.")]
+
+
+@app.command("import-openrlhf")
+def import_openrlhf(
+    command_line: Annotated[
+        str | None, typer.Argument(help="`python3 -m openrlhf.cli.train_dpo --beta 0.1 ...`")
+    ] = None,
+    file: ImportFile = None,
+    output: ImportOutput = None,
+    pick: ImportPick = None,
+) -> None:
+    """Write our configuration for a command line of OpenRLHF, and say where each of its flags went."""
+
+    def work() -> None:
+        from rlhf_launch.importing import commands
+
+        commands.write_import("openrlhf", command_line, file, output, pick)
+
+    run_command(work)
+
+
+@app.command("import-verl")
+def import_verl(
+    command_line: Annotated[
+        str | None, typer.Argument(help="`python3 -m verl.trainer.main_ppo key=value ...`")
+    ] = None,
+    file: ImportFile = None,
+    output: ImportOutput = None,
+    pick: ImportPick = None,
+) -> None:
+    """Write our configuration for the overrides of a command line of verl, and say where each of them went."""
+
+    def work() -> None:
+        from rlhf_launch.importing import commands
+
+        commands.write_import("verl", command_line, file, output, pick)
+
+    run_command(work)
+
+
+@app.command("import-trl")
+def import_trl(
+    method: Annotated[str, typer.Argument(help="What follows `trl`: sft, dpo, kto, reward or grpo.")],
+    config: Annotated[Path, typer.Argument(help="YAML file, as `trl METHOD --config FILE` takes it.")],
+    output: ImportOutput = None,
+) -> None:
+    """Write our configuration for a YAML file of TRL, and say where each of its settings went."""
+
+    def work() -> None:
+        from rlhf_launch.importing import commands
+
+        commands.write_trl_import(method, config, output)
+
+    run_command(work)
+
+
 app.command()(compare)
 app.command()(init)
 app.command()(generate)
