@@ -75,34 +75,6 @@ def test_packed_rows(family: str, kernel: str, measure: Any, monkeypatch: pytest
     assert packed[1] <= 2 * padded[1] + 0.02
 
 
-@gpu_check(
-    "Liger's kernels in bf16",
-    "with fused norms and MLPs, packed rows are as near to float32 as without",
-    packages=["liger_kernel", "deepspeed"],
-)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
-def test_fused_kernels(family: str, measure: Any) -> None:
-    from rlhf_train.model.fused import use_fused_kernels
-
-    model, exact = models(family)
-    try_model(exact, "policy", packing=False)
-    expected = numbers(exact)
-    plain = copy.deepcopy(model)
-    assert use_fused_kernels(model)
-    gaps = []
-    for one in (plain, model):
-        try_model(one, "policy")
-        gaps.append(errors(numbers(one), expected))
-    (plain_gap, plain_error), (gap, error) = gaps
-    measure(
-        "Liger's kernels in bf16",
-        family,
-        f"{gap:.2g} nats, gradient {error:.2%} ({plain_gap:.2g}, {plain_error:.2%})",
-    )
-    assert gap <= 2 * plain_gap + 0.02
-    assert error <= 2 * plain_error + 0.02
-
-
 @gpu_check("packing: choice in bf16", "which kernel each family gets; none runs padded")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernel_that_is_chosen(family: str, measure: Any) -> None:

@@ -88,6 +88,41 @@ def test_the_step_after_a_reload(kind: str, tmp_path: Path) -> None:
 
 
 @gpu_check(
+    "Liger's kernels in bf16",
+    "with fused norms and MLPs, log-probs and gradients are as near to float32 as without",
+    packages=["liger_kernel", "deepspeed"],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fused_kernels(stage: int, tmp_path: Path, measure: Any) -> None:
+    path = save_tiny_model(tmp_path, hidden_size=256)
+    found = {}
+    for name, dtype, fused in (
+        ("exact", "float32", False),
+        ("plain", "bfloat16", False),
+        ("fused", "bfloat16", True),
+    ):
+        options = {"stage": stage, "liger_kernels": fused}
+        engine = engine_of(
+            "deepspeed",
+            EngineConfig(model=path, dtype=dtype, device="cuda", optimizer=OptimizerConfig(), options=options),
+        )
+        try:
+            scores = engine.score(rows()).log_probs.float().cpu()
+            found[name] = scores, engine.step(rows(), LOSS).grad_norm
+        finally:
+            engine.close()
+    (exact, norm), *others = found.values()
+    (plain_gap, plain_error), (gap, error) = (
+        (float((scores - exact).abs().max()), abs(its / norm - 1)) for scores, its in others
+    )
+    measure(
+        "Liger's kernels in bf16", f"ZeRO-{stage}", f"{gap:.2g} nats, plain {plain_gap:.2g}; gradients {error:.1%}"
+    )
+    assert gap <= 2 * plain_gap + 0.02
+    assert error <= 2 * plain_error + 0.02
+
+
+@gpu_check(
     "QLoRA",
     "adapters over 4-bit weights learn, and merged weights leave",
     packages=["bitsandbytes", "peft", "deepspeed"],
