@@ -80,7 +80,7 @@ def summarise_rows(
 def as_table(summaries: Sequence[Summary], ks: Sequence[int]) -> str:
     """A line for each model and data set."""
     titles = ("model", "data", "prompts", "samples", "dropped", "reward", "+-", *(f"pass@{k}" for k in ks))
-    lines = [(*titles, "truncated", "length")]
+    lines: list[Sequence[str]] = [(*titles, "truncated", "length")]
     for found in summaries:
         lines.append(
             (
