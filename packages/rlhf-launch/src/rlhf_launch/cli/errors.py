@@ -7,9 +7,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
 
 import typer
 from rlhf_core import RLHFError, RunStopped, UserError
+
+_Arguments = ParamSpec("_Arguments")
 
 
 def run_command(work: Callable[[], None]) -> None:
@@ -39,6 +43,16 @@ def run_command(work: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise SystemExit(130) from None
+
+
+def ending_well(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """A command of another folder, run as `run_command` runs those of this one."""
+
+    @wraps(command)
+    def run(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> None:
+        run_command(lambda: command(*arguments, **options))
+
+    return run
 
 
 def _print_notes(error: BaseException) -> None:

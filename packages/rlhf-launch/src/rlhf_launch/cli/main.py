@@ -15,7 +15,7 @@ from rlhf_core import ConfigError
 from rlhf_launch.cli.compare import compare
 from rlhf_launch.cli.configuration import init
 from rlhf_launch.cli.doctor import doctor
-from rlhf_launch.cli.errors import run_command
+from rlhf_launch.cli.errors import ending_well, run_command
 from rlhf_launch.cli.generate import generate
 from rlhf_launch.cli.merge_lora import merge_lora
 from rlhf_launch.cli.offline import offline
@@ -23,6 +23,7 @@ from rlhf_launch.cli.plan import PlanGPUs, PlanHosts, PrintPlan, imagined, plan
 from rlhf_launch.cli.replay import replay
 from rlhf_launch.cli.serve_sandbox import serve_sandbox
 from rlhf_launch.cli.simulate import simulate
+from rlhf_launch.evaluation.command import evaluate
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
 
@@ -235,6 +236,7 @@ def import_trl(
 
 
 app.command()(compare)
+app.command("eval")(ending_well(evaluate))
 app.command()(init)
 app.command()(generate)
 app.command()(offline)

@@ -20,7 +20,7 @@ from rlhf_launch.generation.rows import GeneratedRows, make_row
 from rlhf_launch.placement.plans import reward_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
 from rlhf_launch.placement.start import executor_of, start_workers
-from rlhf_launch.samples.prompts import Prompt, PromptFormat, load_prompts, policy_tokenizer
+from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, Rewarder, check_reward, open_reward
 from rlhf_launch.samples.sampling import trajectories_of
 from rlhf_launch.seeds import request_seed
@@ -55,19 +55,46 @@ def generate(config: GenerateConfig, *, console: Console | None = None) -> Gener
         return _generate(absolute(config), console or Console(highlight=False))
 
 
-def _generate(config: GenerateConfig, console: Console) -> GenerationReport:
+def check_generation(config: GenerateConfig) -> PromptSets:
+    """Read and check all that a call of `generate` would need, without its engines; returns the prompts.
+
+    Raises:
+        UserError: an input is at fault.
+    """
+    with _checked_inputs(absolute(config)) as inputs:
+        return inputs.loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    """What is known before anything heavy is started."""
+
+    backends: ResolvedBackends
+    tokenizer: Any
+    loaded: PromptSets
+    reward: CheckedReward | None
+
+
+@contextmanager
+def _checked_inputs(config: GenerateConfig) -> Iterator[_Inputs]:
     backends = resolve_backends(config, trains=False)
     check_model_path(config.model.path, what="model.path")
     tokenizer = policy_tokenizer(config.model)
     loaded = load_prompts(config.data.train, tokenizer, PromptFormat.of(config.data, config.lengths))
-    prompts, dropped = loaded.prompts, loaded.dropped
     with ExitStack() as stack:
         checked = None
         if config.reward is not None:
             trusted = config.model.trust_remote_code
             checked = check_reward(config.reward, tokenizer, environment=False, trust_remote_code=trusted)
             stack.callback(checked.close)
-            checked.check_columns(prompts, config.data.description, environment=False)
+            checked.check_columns(loaded.prompts, config.data.description, environment=False)
+        yield _Inputs(backends=backends, tokenizer=tokenizer, loaded=loaded, reward=checked)
+
+
+def _generate(config: GenerateConfig, console: Console) -> GenerationReport:
+    with ExitStack() as stack:
+        inputs = stack.enter_context(_checked_inputs(config))
+        tokenizer, prompts, dropped = inputs.tokenizer, inputs.loaded.prompts, inputs.loaded.dropped
         rows = stack.enter_context(GeneratedRows(config.output, config.settings()))
         pending = rows.pending(prompts)
         if rows.done:
@@ -77,7 +104,7 @@ def _generate(config: GenerateConfig, console: Console) -> GenerationReport:
         total = len(prompts)
         if not pending:
             return GenerationReport(prompts=total, written=0, found=total, tokens=0, mean_score=None)
-        pool, rewarder = stack.enter_context(_start(config, backends, checked, tokenizer, console))
+        pool, rewarder = stack.enter_context(_start(config, inputs.backends, inputs.reward, tokenizer, console))
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(pending))
         work = _Work(config, pool, tokenizer, rewarder, rows, advance=lambda: progress.advance(bar))

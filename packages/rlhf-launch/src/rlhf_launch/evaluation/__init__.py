@@ -1,0 +1,1 @@
+"""`rlhf eval`: models on data sets, from the samples that `rlhf generate` writes."""
