@@ -7,7 +7,9 @@ torch's own watchdog would end the process for the sake of a broadcast that did 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -174,9 +176,10 @@ class GroupSender:
         """See Sender."""
         for sending in self._under_way:
             sending.work = None
+        unfinished = [] if self._guard is None else self._guard.unfinished()
         if self._guard is not None:
             self._guard.close()
-        self._group = _closed(self._group, self.link)
+        self._group = _closed(self._group, self.link, unfinished)
         self._board = None
 
 
@@ -190,8 +193,9 @@ class _Sending:
     def wait(self) -> None:
         if self.work is None:
             raise WeightSyncError(f"the weight link at {self.link.address} is closed")
-        if self.link.kind == "nccl":
-            self.guard.wait(self.work)  # the wait of its own is one of streams
+        # The work's own wait is one of streams with NCCL. With Gloo it lasts until the link's deadline if the
+        # receiver went before the connection was complete, and aborting the group does not end it.
+        self.guard.wait(self.work)
         try:
             with _failing(self.link, "sending weights"):
                 self.work.wait()
@@ -257,8 +261,9 @@ class GroupReceiver:
         self._board = None
 
     def _leave(self) -> None:
-        self._arriving = None
-        self._group = _closed(self._group, self._link)
+        arriving, self._arriving = self._arriving, None
+        unfinished = [] if arriving is None or arriving.is_completed() else [arriving]
+        self._group = _closed(self._group, self._link, unfinished)
 
 
 def _guard(link: Link, group: Any) -> TransferGuard:
@@ -280,10 +285,36 @@ def _settle(link: Link, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _closed(group: Any, link: Link) -> None:
-    """Leave a group. With NCCL, a broadcast that a dead end left unfinished would block the stream for ever."""
-    if link.kind == "nccl" and group is not None:
+def _closed(group: Any, link: Link, unfinished: list[Any]) -> None:
+    """Leave a group. With NCCL, a broadcast that a dead end left unfinished would block the stream for ever.
+
+    A group of Gloo's, when it is let go, waits for its transfers with Python's lock in hand: the whole process
+    would stand until the link's deadline. Unfinished ones keep it until they are over.
+    """
+    if group is None:
+        return
+    if link.kind == "nccl":
         group.abort()
+    elif unfinished:
+        _ENDING.append((group, unfinished))
+    _let_go()
+
+
+_ENDING: list[tuple[Any, list[Any]]] = []
+"""Groups that were left in the middle of transfers, with these."""
+
+
+def _let_go() -> None:
+    """Drop the groups whose transfers are over by now, which their links' deadlines see to."""
+    _ENDING[:] = [one for one in _ENDING if not all(work.is_completed() for work in one[1])]
+
+
+@atexit.register
+def _keep_to_the_end() -> None:
+    """Let no group be dropped while the interpreter ends, which it would hold up."""
+    _let_go()
+    for group, _ in _ENDING:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 @contextlib.contextmanager

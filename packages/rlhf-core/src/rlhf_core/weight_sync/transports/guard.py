@@ -83,6 +83,11 @@ class TransferGuard:
             self._works.clear()
             self._changed.notify()
 
+    def unfinished(self) -> list[Work]:
+        """The transfers that are under way."""
+        with self._changed:
+            return [work for work, _ in self._works if not work.is_completed()]
+
     def _run(self) -> None:
         looks = 0
         while not self._closed:
