@@ -108,6 +108,12 @@ def families(session):
 
 
 @nox.session
+def recipes(session):
+    """Every recipe of examples/recipes on a tiny model, three seeds; prints the table of docs/recipes.md."""
+    session.run("python", "examples/recipes/tiny.py", *(session.posargs or ["--seeds", "3"]), env=ENVIRONMENT)
+
+
+@nox.session
 def vectors(session):
     """Write the frozen vectors of losses and estimators; the tests fail where they are stale."""
     script = "packages/rlhf-algos/tests/vectors/write_vectors.py"

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -371,8 +372,10 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in names:
         check: Callable[[], Any] = getattr(checks, name)
+        begin = time.monotonic()
         try:
             results[name] = check()
+            print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
         except Exception:
             # The other rank may now wait for this one; leave, so that it is told.
             (work / f"failed-{rank}.txt").write_text(f"{name}:\n{traceback.format_exc()}")
