@@ -39,10 +39,10 @@ steps = 0
 def sft_in_steps(outputs, batch, config: SFTConfig):
     global steps
     steps += 1
-    fuse = Path("kill-after-steps")
+    fuse = Path(__file__).with_name("fail-after")
     if fuse.exists() and steps > int(fuse.read_text()):
         fuse.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("no more steps today")
     return sft(outputs, batch, config)
 """
 PROMPTS = 60
@@ -134,7 +134,7 @@ def test_conditional_sft_asks_for_the_highest_level_from_the_second_round_on(inp
     scored = {row["prompt_id"]: row for row in rows_of(folder / "round-02" / "scored.jsonl")}
     asked = [f"0+0=score:{1 + int(sample['score'])}=" for sample in scored["0"]["samples"]]
     assert [row["prompt"] for row in chosen[:16]] == asked
-    held_out = rows_of(folder / "round-01" / "evaluation" / "samples" / "model.jsonl")
+    held_out = rows_of(folder / "round-01" / "evaluation" / "samples" / "round-01.jsonl")
     assert all(row["prompt"].endswith("=score:2=") for row in held_out)
 
 
@@ -154,31 +154,25 @@ def test_killed_in_the_second_round_it_goes_on_to_the_same_model(inputs, tmp_pat
         given["rollout"] = given["rollout"] | {"samples_per_prompt": 4, "max_num_seqs": 8}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(given))
 
-    def command(*flags):
-        program = [sys.executable, "-c", "from rlhf_launch.cli.main import main; main()"]
-        return subprocess.run(
-            [*program, "iterate", "cut.yaml", *flags],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-
-    folder = tmp_path / "cut"
+    command = [sys.executable, "-c", "from rlhf_launch.cli.main import main; main()", "iterate", "cut.yaml"]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
     (tmp_path / "kill-after").write_text(str(PROMPTS + PROMPTS // 2))
-    assert command().returncode == -signal.SIGKILL
+    killed = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, timeout=200)
+    assert killed.returncode == -signal.SIGKILL
+    folder = tmp_path / "cut"
     assert (folder / "round-01" / "round.json").exists()
     complete = (folder / "round-02" / "samples.jsonl").read_bytes().count(b"\n")
     assert 0 < complete < PROMPTS
-    (tmp_path / "kill-after-steps").write_text("3")
-    again = command("--resume")
-    assert again.returncode == -signal.SIGKILL
-    assert "after 1 complete round(s)" in again.stdout
-    assert list((folder / "round-02" / "train" / "checkpoints").glob("step-*"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    run(yaml.safe_load((tmp_path / "cut.yaml").read_text()), resume=True)
-    run(yaml.safe_load((tmp_path / "whole.yaml").read_text()))
+    (tmp_path / "fail-after").write_text("3")
+    cut, whole = (yaml.safe_load((tmp_path / f"{name}.yaml").read_text()) for name in ("cut", "whole"))
+    with pytest.raises(RuntimeError, match="no more steps today") as failed:
+        run(cut, resume=True)
+    assert "--resume goes on from there" in failed.value.__notes__[-1]
+    assert [path.name for path in (folder / "round-02" / "train" / "checkpoints").glob("step-*")]
+    assert not (folder / "round-02" / "train" / "model").exists()
+    run(cut, resume=True)
+    run(whole)
     for number in (1, 2):
         first, second = (tmp_path / name / f"round-0{number}" for name in ("whole", "cut"))
         assert (first / "chosen.jsonl").read_bytes() == (second / "chosen.jsonl").read_bytes()

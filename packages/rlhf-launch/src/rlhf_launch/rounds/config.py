@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from rlhf_algos import (
     SELECTION_RULES,
@@ -62,8 +62,6 @@ class RoundEvaluationSection:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundsConfig:
     """What `rlhf iterate` reads: sections of `rlhf generate` and of `rlhf offline`, each with its meaning there."""
-
-    renamed_keys: ClassVar[Mapping[str, str]] = {"model.reference": "reference: round (or first)"}
 
     model: ModelSection
     """The model that the first round starts from; each other one starts from the last round's."""
