@@ -332,11 +332,13 @@ class TestPairsThatPreferNothing:
             examples, report = encode_rows([good, row(**values)], encode, encoder, lengths)
             assert (len(examples), report.equal) == (made, 1)
             assert "1 left out with equal answers" in str(report)
-        assert "chosen and rejected are equal: 1 (file.jsonl row 7)" in caplog.text
+        assert "chosen and rejected, or their scores, are equal: 1 (file.jsonl row 7)" in caplog.text
 
     def test_nothing_but_equal_answers_is_refused(self, encoder):
         rows = [row(prompt="a", chosen="b", rejected="b")] * 2
-        with pytest.raises(DataError, match=r"file\.jsonl: chosen and rejected are equal in 2 of 2 rows"):
+        with pytest.raises(
+            DataError, match=r"file\.jsonl: chosen and rejected are equal, or have equal scores, in 2 of 2 rows"
+        ):
             encode_rows(rows, preference_examples, encoder, LengthSection())
 
     @pytest.mark.parametrize("empty", ["", " \n", assistant("")])

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from rlhf_algos import METHODS, NAMED_RECIPES, OfflineConfig, from_mapping, load_config
 from rlhf_core import ConfigError
-from rlhf_launch.cli.configuration import printed, reference_pages, starting_file
+from rlhf_launch.cli.configuration import reference_pages, starting_file
 from rlhf_launch.cli.main import app
+from rlhf_launch.config.printing import printed
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.run import OnlineConfig
 from typer.testing import CliRunner

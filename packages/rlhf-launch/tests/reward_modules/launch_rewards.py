@@ -76,3 +76,8 @@ def uneven(completion, prompt):
     if kind == 0:
         raise ValueError("this prompt I cannot judge")
     return 1.0 if kind == 1 else sum(c.isalnum() for c in completion) / max(1, len(completion))
+
+
+def begins_with(completions, *, answer, **columns):
+    """1 for a response that begins with the answer."""
+    return [float(text.startswith(gold)) for text, gold in zip(completions, answer, strict=True)]

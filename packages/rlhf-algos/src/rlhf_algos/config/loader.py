@@ -251,6 +251,8 @@ def _convert_union(members: tuple[Any, ...], value: Any, source: str, key: str) 
     if value is None and type(None) in members:
         return None
     groups = [m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)]
+    if isinstance(value, tuple(groups)):
+        return value
     if not isinstance(value, Mapping) or not groups:
         plain = tuple(m for m in members if m not in groups)
         if plain and not any(_holds_dataclass(m) for m in plain):

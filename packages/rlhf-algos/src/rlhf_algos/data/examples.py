@@ -57,7 +57,7 @@ class EncodingReport:
     dropped: int = 0
     """Examples left out because they were too long."""
     equal: int = 0
-    """Rows left out because their answers are equal, so that they prefer nothing."""
+    """Rows left out because their answers, or the scores of these, are equal, so that they prefer nothing."""
 
     def __str__(self) -> str:
         text = f"{self.rows} rows, {self.examples} examples"
@@ -67,7 +67,7 @@ class EncodingReport:
 
 
 Encode = Callable[[Row, Encoder], Iterable[Example]]
-"""Makes the examples of a row; none of one whose answers are equal."""
+"""Makes the examples of a row; none of one whose answers, or their scores, are equal."""
 
 
 def encode_rows(
@@ -95,11 +95,13 @@ def encode_rows(
             kept.append(fitted)
     if equal:
         few = ", ".join(equal[:3]) + (", ..." if len(equal) > 3 else "")
-        _log.warning("rows left out because chosen and rejected are equal: %d (%s)", len(equal), few)
+        _log.warning(
+            "rows left out because chosen and rejected, or their scores, are equal: %d (%s)", len(equal), few
+        )
     if not kept and equal:
         raise DataError(
-            f"{rows[0].source}: chosen and rejected are equal in {len(equal)} of {len(rows)} rows and nothing is "
-            "left to learn from; look at how the pairs were made"
+            f"{rows[0].source}: chosen and rejected are equal, or have equal scores, in {len(equal)} of "
+            f"{len(rows)} rows and nothing is left to learn from; look at how the pairs were made"
         )
     if not kept:
         raise DataError(

@@ -14,6 +14,7 @@ from rlhf_core import DataError
 
 from rlhf_algos.data.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
 from rlhf_algos.data.examples import Example
+from rlhf_algos.data.sampled import better_sample, lone_sample, sampled_rows
 from rlhf_algos.data.sources import Row
 
 
@@ -21,16 +22,23 @@ def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
     """`prompt`, `chosen`, `rejected` (and `margin`): one example of two rows, chosen first; none if both are equal.
 
     Without `prompt`, it is what chosen and rejected have in common at the start: messages of conversations,
-    characters of texts.
+    characters of texts. A row of `rlhf generate` with two scored samples is a pair, see `better_sample`.
     """
-    if _equal_pair(row):
+    if (pair := better_sample(row)) is None or _equal_pair(pair):
         return []
-    prompt, chosen, rejected = split_pair(row)
-    rows = encoder.answers(prompt, [chosen, rejected], row.place)
+    row, rows = pair, _pair_rows(pair, encoder)
     columns: dict[str, tuple[float, ...]] = {}
     if row.values.get("margin") is not None:
         columns["margin"] = (_number(row, "margin"),) * 2
     return [Example(name=row.place, rows=tuple(rows), columns=columns)]
+
+
+def _pair_rows(row: Row, encoder: Encoder) -> list[TokenRow]:
+    """Chosen and rejected: their tokens where the row has them, else their text."""
+    if (sampled := sampled_rows(row, ("chosen", "rejected"), encoder)) is not None:
+        return sampled
+    prompt, chosen, rejected = split_pair(row)
+    return encoder.answers(prompt, [chosen, rejected], row.place)
 
 
 def triple_examples(row: Row, encoder: Encoder) -> list[Example]:
@@ -59,11 +67,13 @@ def unpaired_examples(row: Row, encoder: Encoder) -> list[Example]:
     `output` may stand for `completion`, `input` for `prompt`; without these a conversation's last message is the
     completion.
     """
+    if (made := better_sample(row)) is None:
+        return []
+    row = made
     if "completion" not in row and "output" not in row and "chosen" in row:
         if _equal_pair(row):
             return []
-        prompt, chosen, rejected = split_pair(row)
-        pair = encoder.answers(prompt, [chosen, rejected], row.place)
+        pair = _pair_rows(row, encoder)
         return [
             Example(name=f"{row.place} {side}", rows=(tokens,), columns={"desirable": (label,)})
             for side, tokens, label in zip(("chosen", "rejected"), pair, (1.0, 0.0), strict=True)
@@ -73,7 +83,8 @@ def unpaired_examples(row: Row, encoder: Encoder) -> list[Example]:
     label = _column(row, "label")
     if label not in (0, 1, True, False):
         raise DataError(f"{row.place}: label must be true or false, found {label!r}")
-    tokens = encoder.answers(prompt, [completion], row.place)
+    sampled = sampled_rows(row, (answer,), encoder)
+    tokens = encoder.answers(prompt, [completion], row.place) if sampled is None else sampled
     return [Example(name=row.place, rows=tuple(tokens), columns={"desirable": (float(label),)})]
 
 
@@ -83,8 +94,10 @@ _SUPERVISED = (("messages",), ("prompt", "completion"), ("input", "output"), ("t
 def supervised_examples(row: Row, encoder: Encoder) -> list[Example]:
     """`messages` (assistant turns count), `prompt` and `completion` (that counts), or `text` (all counts).
 
-    Also OpenRLHF's `input` and `output`, or a conversation in `input` alone.
+    Also OpenRLHF's `input` and `output`, or a conversation in `input` alone, or a row of `rlhf generate` with one
+    sample.
     """
+    row = lone_sample(row)
     readings = [names for names in _SUPERVISED if all(name in row for name in names)]
     if not readings and "input" in row and is_conversation(row["input"]):
         readings = [("input",)]
@@ -104,7 +117,8 @@ def supervised_examples(row: Row, encoder: Encoder) -> list[Example]:
         )
     names = readings[0]
     if len(names) == 2:
-        tokens = encoder.answers(_text(row, names[0]), [_text(row, names[1])], row.place)
+        if (tokens := sampled_rows(row, names[1:], encoder)) is None:
+            tokens = encoder.answers(_text(row, names[0]), [_text(row, names[1])], row.place)
         return [Example(name=row.place, rows=tuple(tokens))]
     value = _text(row, names[0])
     if names == ("text",):

@@ -14,7 +14,7 @@ _NONE = (
     *("output", "tensorboard", "evaluation.**", "checkpoint.**", "bundles.**", "placement.**", "reference_cache"),
     *("train.max_skipped_steps", "model.trust_remote_code", "rollout.overlap.max_in_flight"),
     *("reward.**.url", "reward.**.urls.**", "reward.**.timeout_s", "reward.**.workers"),
-    *("reward.on_failure.**", "reward.**.on_failure.**", "train.steps", "train.epochs"),
+    *("reward.on_failure.**", "reward.**.on_failure.**", "train.steps", "train.epochs", "rounds"),
     # Known by their content, wherever they lie: see the fingerprint.
     *("model.path", "model.reference", "model.critic", "model.tokenizer", "data.train.*.path"),
     *("reward.model", "reward.parts.*.path"),

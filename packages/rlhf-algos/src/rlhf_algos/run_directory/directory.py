@@ -94,6 +94,8 @@ class RunDirectory:
 def what_is_held(folder: Path) -> str:
     """What of an earlier run is in a directory, in words; empty if there is nothing that a new run would spoil."""
     found = []
+    if rounds := [path for path in folder.glob("round-*") if path.is_dir()]:
+        found.append(f"{len(rounds)} round(s)")
     if steps := _steps(folder):
         found.append(f"{len(steps)} checkpoint(s)")
     if any((folder / name).exists() for name in ("model", "best")):
@@ -106,7 +108,13 @@ def what_is_held(folder: Path) -> str:
 
 @contextlib.contextmanager
 def open_run_directory(
-    config: Any, fingerprint: Mapping[str, Any], store: CheckpointStore, start: Start, *, say: Say
+    config: Any,
+    fingerprint: Mapping[str, Any],
+    store: CheckpointStore,
+    start: Start,
+    *,
+    say: Say,
+    done: str | None = None,
 ) -> Iterator[RunDirectory]:
     """Take a run's directory, note in it what the run is, and give it back when the block ends.
 
@@ -116,6 +124,7 @@ def open_run_directory(
         store: the run's checkpoints.
         start: whether the run that is there goes on, or is moved aside.
         say: is told what differs from the run that goes on, and what was found damaged or left behind.
+        done: how far the run that goes on has come, in words, where that does not lie in checkpoints.
 
     Raises:
         ConfigError: another process has the directory, it holds a run and `start` does not say what to do with it,
@@ -138,7 +147,7 @@ def open_run_directory(
             lock.release()
             say(f"the earlier run is now in {str(aside)!r}")
             stack.enter_context(DirectoryLock(folder / LOCK, say=say))
-        run = _resumed(folder, now, store, say) if start.resume else _begun(folder, now)
+        run = _resumed(folder, now, store, say, done) if start.resume else _begun(folder, now)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         yield run
 
@@ -149,7 +158,9 @@ def _begun(folder: Path, now: Mapping[str, Any]) -> RunDirectory:
     return RunDirectory(folder=folder, run_id=run_id)
 
 
-def _resumed(folder: Path, now: Mapping[str, Any], store: CheckpointStore, say: Say) -> RunDirectory:
+def _resumed(
+    folder: Path, now: Mapping[str, Any], store: CheckpointStore, say: Say, done: str | None
+) -> RunDirectory:
     """The run that is there, if it may go on with these settings."""
     record = _read(folder)
     found = differences(record, now)
@@ -161,7 +172,7 @@ def _resumed(folder: Path, now: Mapping[str, Any], store: CheckpointStore, say: 
     checkpoint = store.latest() if store.steps() else None
     step = 0 if checkpoint is None else checkpoint.step
     after = f"after step {step}" if checkpoint is not None else "from its beginning, since it has no checkpoint yet"
-    say(f"resumed run {record['run_id']} {after}")
+    say(f"resumed run {record['run_id']} {done or after}")
     for effect, words in (("none", "changed"), ("rounding", "changed, so the last bits may differ")):
         some = [difference for difference in found if difference.effect == effect and difference.key != "output"]
         for difference in some:

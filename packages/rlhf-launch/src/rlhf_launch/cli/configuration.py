@@ -17,17 +17,10 @@ from rlhf_algos import (
     reference,
     schema_text,
 )
-from rlhf_core import (
-    ROLLOUT_BACKENDS,
-    TRAIN_ENGINES,
-    ConfigError,
-    DescribesOptions,
-    PluginError,
-    did_you_mean,
-    load_plugin,
-)
+from rlhf_core import ConfigError, did_you_mean
 
 from rlhf_launch.cli.errors import run_command
+from rlhf_launch.config.printing import option_groups
 
 _ONLINE_KEYS = (
     *("model.path", "model.lora", "data.train", "data.hold_out", "data.chat", "data.system_prompt"),
@@ -116,27 +109,6 @@ def starting_file(method: str, *, full: bool = False) -> str:
         )
     head = f"# `{command}`\n# Rows of data.jsonl: {rows}\n\n"
     return head + commented_yaml(config, options=option_groups(config), only=None if full else keys)
-
-
-def printed(config: Any) -> str:
-    """Every setting of a configuration with its meaning, those of the chosen engine and backend as comments."""
-    return commented_yaml(config, options=option_groups(config))
-
-
-def option_groups(config: Any) -> Mapping[str, Any]:
-    """The classes behind `train.options` and `rollout.options` of the parts that the configuration chooses."""
-    chosen = {"train.options": (TRAIN_ENGINES, config.train.engine_name)}
-    if hasattr(config, "rollout"):
-        chosen["rollout.options"] = (ROLLOUT_BACKENDS, config.rollout.backend_name)
-    found = {}
-    for key, (group, name) in chosen.items():
-        try:
-            plugin = load_plugin(group, name)
-        except PluginError:  # not installed here: the file may be for another machine
-            continue
-        if isinstance(plugin, DescribesOptions):
-            found[key] = plugin.options_type
-    return found
 
 
 def reference_pages() -> dict[str, str]:

@@ -24,6 +24,9 @@ from rlhf_launch.cli.replay import replay
 from rlhf_launch.cli.serve_sandbox import serve_sandbox
 from rlhf_launch.cli.simulate import simulate
 from rlhf_launch.evaluation.command import evaluate
+from rlhf_launch.rounds.command import iterate
+from rlhf_launch.scoring.command import score
+from rlhf_launch.selection.command import select
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
 
@@ -92,7 +95,7 @@ def train(
 
         run_config = load_config(OnlineConfig, config, overrides or [])
         if print_config:
-            from rlhf_launch.cli.configuration import printed
+            from rlhf_launch.config.printing import printed
 
             typer.echo(printed(run_config), nl=False)
             return
@@ -238,6 +241,9 @@ def import_trl(
 app.command()(compare)
 app.command("eval")(ending_well(evaluate))
 app.command()(init)
+app.command()(ending_well(score))
+app.command()(ending_well(select))
+app.command()(ending_well(iterate))
 app.command()(generate)
 app.command()(offline)
 app.command()(plan)

@@ -35,7 +35,7 @@ def offline(
 
         settings = load_config(OfflineConfig, config, [*(overrides or []), f"algorithm.name={method}"])
         if print_config:
-            from rlhf_launch.cli.configuration import printed
+            from rlhf_launch.config.printing import printed
 
             typer.echo(printed(settings), nl=False)
             return

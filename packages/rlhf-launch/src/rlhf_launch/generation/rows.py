@@ -32,19 +32,32 @@ def make_row(
         }
         for sample, text in zip(result.samples, texts, strict=True)
     ]
-    for sample, score in zip(samples, scores or (), strict=False):
-        if isinstance(score, DroppedSample):
-            sample |= {"score": None, "score_error": score.reason}
-        else:
-            sample |= {"score": score.value, "score_components": dict(score.components)}
+    return row_of(prompt, samples, scores, meaning=asdict(result.meaning))
+
+
+def row_of(
+    prompt: Prompt,
+    samples: Sequence[Mapping[str, Any]],
+    scores: Sequence[Score | DroppedSample] | None,
+    *,
+    meaning: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """One prompt with samples that are plain data already; `meaning` is that of their log-probs, None without."""
     return {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
         "prompt_token_ids": prompt.token_ids.tolist(),
+        **({} if prompt.source is None else {"prompt_source": prompt.source}),
         "columns": dict(prompt.metadata),
-        "log_prob_meaning": asdict(result.meaning),
-        "samples": samples,
+        "log_prob_meaning": meaning,
+        "samples": samples if scores is None else [_scored(*pair) for pair in zip(samples, scores, strict=True)],
     }
+
+
+def _scored(sample: Mapping[str, Any], score: Score | DroppedSample) -> dict[str, Any]:
+    if isinstance(score, DroppedSample):
+        return {**sample, "score": None, "score_error": score.reason}
+    return {**sample, "score": score.value, "score_components": dict(score.components)}
 
 
 _log = logging.getLogger(__name__)

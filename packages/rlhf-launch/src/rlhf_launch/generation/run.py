@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from rlhf_core import GenerationRequest, Score, check_model_path, check_scores
 from rlhf_launch.config.generate import GenerateConfig
 from rlhf_launch.config.paths import absolute
 from rlhf_launch.config.placement import REWARD
+from rlhf_launch.generation.lanes import in_lanes
 from rlhf_launch.generation.rows import GeneratedRows, make_row
 from rlhf_launch.placement.plans import reward_plans, rollout_plans
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
@@ -174,20 +174,7 @@ class _Work:
         """All prompts, with twice as many samples under way as the engines run at a time: they never wait."""
         rollout = self._config.rollout
         lanes = max(1, 2 * rollout.engines * rollout.max_num_seqs // rollout.samples_per_prompt)
-        waiting = iter(prompts)
-        tasks = [asyncio.ensure_future(self._lane(waiting)) for _ in range(min(lanes, len(prompts)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _lane(self, waiting: Iterator[Prompt]) -> None:
-        for prompt in waiting:
-            await self._one(prompt)
-            self.done += 1
-            self._advance()
+        await in_lanes(prompts, self._one, lanes=lanes)
 
     async def _one(self, prompt: Prompt) -> None:
         config = self._config
@@ -215,3 +202,5 @@ class _Work:
             self.scores.extend(score.value for score in scores if isinstance(score, Score))
         self.tokens += sum(sample.length for sample in result.samples)
         self._rows.append(make_row(prompt, result, texts, scores))
+        self.done += 1
+        self._advance()

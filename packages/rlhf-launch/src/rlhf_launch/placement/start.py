@@ -84,7 +84,7 @@ def start_workers(
     Args:
         executor: where they are placed.
         training: the ranks of each training engine, by its name (see `rank_plans`).
-        rollout: the rollout engines (see `engine_plans`).
+        rollout: the rollout engines (see `engine_plans`); none where nothing is generated.
         waits: how every wait on these workers is made.
         devices: which of them take turns, being on the same devices; they also start one after the other.
         say: is told, a line each, what is up and how long that took.
@@ -114,8 +114,9 @@ def start_workers(
                 pool.begin()
         for name, group in groups.items():
             say(f"{name}: {group.ranks} rank(s), {group.start():.1f} s")
-        say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")
-        if pool.settings:
+        if pool.engines:
+            say(f"rollout: {pool.engines} engine(s), {pool.start():.1f} s")
+        if pool.engines and pool.settings:
             say(f"each of them: {written(pool.settings)}")
         yield workers
 

@@ -39,6 +39,8 @@ class Prompt:
     """The row's columns under the names that the reward function takes."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The chat messages that `text` is made of; empty for plain text."""
+    source: Any = None
+    """The prompt as the data has it, text or messages, where `text` is not the same."""
 
     if TYPE_CHECKING:
 
@@ -50,6 +52,7 @@ class Prompt:
             token_ids: IntsLike,
             metadata: Mapping[str, Any] = ...,
             messages: tuple[Mapping[str, Any], ...] = ...,
+            source: Any = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -183,6 +186,7 @@ def make_prompts(
         if fitted is None:
             dropped += 1
             continue
+        given = _prompt_of(row)
         prompts.append(
             Prompt(
                 prompt_id=str(first_id + index),
@@ -190,6 +194,7 @@ def make_prompts(
                 token_ids=tuple(fitted),
                 metadata={name: value for name, value in row.values.items() if name not in ("prompt", "messages")},
                 messages=messages,
+                source=None if given == text else given,
             )
         )
     if not prompts:

@@ -55,8 +55,21 @@ class CheckedReward:
     combined: bool
     """False for a lone short form, whose components keep their names."""
 
-    def check_columns(self, prompts: Sequence[Prompt], source: str, *, environment: bool) -> None:
+    def check_columns(
+        self,
+        prompts: Sequence[Prompt],
+        source: str,
+        *,
+        environment: bool,
+        places: Mapping[str, str] | None = None,
+    ) -> None:
         """Refuse data without a column that a part needs.
+
+        Args:
+            prompts: with their columns.
+            source: where they come from, for messages.
+            environment: whether an agent loop adds columns of its own.
+            places: where each prompt stands, by its id; None where the id is the row of `source`, counted from 0.
 
         Raises:
             DataError: names the part, the row and the columns that are there.
@@ -66,8 +79,9 @@ class CheckedReward:
             for prompt in prompts:
                 if missing := columns - given - set(prompt.metadata):
                     there = ", ".join(sorted({"prompt", *prompt.metadata}))
+                    place = places[prompt.prompt_id] if places else f"{source} row {int(prompt.prompt_id) + 1}"
                     raise DataError(
-                        f"{source} row {int(prompt.prompt_id) + 1}: the reward {name!r} needs the column "
+                        f"{place}: the reward {name!r} needs the column "
                         f"{min(missing)!r}; found {there}. Add it, or say which column it is "
                         "(columns beside the path in data.train, or the part's own setting)"
                     )

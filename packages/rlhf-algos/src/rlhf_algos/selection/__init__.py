@@ -1,0 +1,1 @@
+"""What to train on among answers that have scores: pure functions, the same for the same seed."""

@@ -1,0 +1,1 @@
+"""`rlhf score`: scores for answers that are there already."""

@@ -1,0 +1,1 @@
+"""`rlhf select`: from scored answers to a file that `rlhf offline` trains on."""
