@@ -24,6 +24,7 @@ from rlhf_launch.cli.replay import replay
 from rlhf_launch.cli.serve_sandbox import serve_sandbox
 from rlhf_launch.cli.simulate import simulate
 from rlhf_launch.evaluation.command import evaluate
+from rlhf_launch.export.command import export
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
 
@@ -237,6 +238,7 @@ def import_trl(
 
 app.command()(compare)
 app.command("eval")(ending_well(evaluate))
+app.command()(ending_well(export))
 app.command()(init)
 app.command()(generate)
 app.command()(offline)
