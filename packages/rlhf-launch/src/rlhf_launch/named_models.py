@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlhf_core import ADAPTER_CONFIG, ADAPTER_FOLDER, ConfigError, check_model_path
+from rlhf_core import ADAPTER_CONFIG, ADAPTER_FOLDER, ConfigError, check_model_path, naming_damage
 
 _EXPORT = "model"
 _MODELS = (_EXPORT, "best", "model-average")
@@ -66,6 +67,28 @@ def find_model(name: str, *, step: int | None = None) -> FoundModel:
         f"{name!r} is neither a model (no config.json), nor adapters (no {ADAPTER_CONFIG}), nor a run "
         f"(no {_EXPORT}/)"
     )
+
+
+def is_reward_model(path: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether a model is a sequence classifier with one label; else it is taken for a language model.
+
+    Raises:
+        ConfigError: its configuration cannot be read, or it has several labels.
+        CheckpointError: a file of it is damaged.
+    """
+    from transformers import AutoConfig
+
+    try:
+        with naming_damage(f"model {path!r}", path):
+            config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path!r} cannot be loaded: {error}") from error
+    kinds = [str(name) for name in getattr(config, "architectures", None) or ()]
+    if not any(name.endswith("ForSequenceClassification") for name in kinds):
+        return False
+    if config.num_labels != 1:
+        raise ConfigError(f"model {path!r} is a classifier of {config.num_labels} labels; a reward model has one")
+    return True
 
 
 def merged_into(model: FoundModel, folder: Path, *, trust_remote_code: bool = False) -> str:

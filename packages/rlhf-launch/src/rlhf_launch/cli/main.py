@@ -25,6 +25,7 @@ from rlhf_launch.cli.serve_sandbox import serve_sandbox
 from rlhf_launch.cli.simulate import simulate
 from rlhf_launch.evaluation.command import evaluate
 from rlhf_launch.export.command import export
+from rlhf_launch.reward_server.command import serve_rm
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
 
@@ -246,6 +247,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command("merge-lora")(merge_lora)
 app.command()(replay)
+app.command("serve-rm")(ending_well(serve_rm))
 app.command("serve-sandbox")(serve_sandbox)
 app.add_typer(doctor, name="doctor")
 

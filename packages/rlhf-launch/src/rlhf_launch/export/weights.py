@@ -23,7 +23,7 @@ from rlhf_core import (
 from torch import Tensor
 
 from rlhf_launch.export.check import LogitGap, compare, logits_of, probe_tokens, tolerance
-from rlhf_launch.named_models import FoundModel
+from rlhf_launch.named_models import FoundModel, is_reward_model
 
 if TYPE_CHECKING:
     from rlhf_train import AdaptedModel
@@ -153,18 +153,8 @@ def write_adapter_alone(
 def _open_model(path: str, trust_remote_code: bool) -> _Opened:
     from transformers import AutoConfig
 
-    try:
-        with naming_damage(f"model {path!r}", path):
-            config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path!r} cannot be loaded: {error}") from error
-    kinds = [str(name) for name in getattr(config, "architectures", None) or ()]
-    scalar = any(name.endswith("ForSequenceClassification") for name in kinds)
-    if scalar and config.num_labels != 1:
-        raise ConfigError(
-            f"model {path!r} is a classifier of {config.num_labels} labels; a language model, or a reward model "
-            "with one label, can be exported"
-        )
+    scalar = is_reward_model(path, trust_remote_code=trust_remote_code)
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     role: Role = "reward" if scalar else "policy"
     dtype = config.dtype or torch.float32
     held: Any = str(dtype).removeprefix("torch.")
