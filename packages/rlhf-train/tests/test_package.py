@@ -7,6 +7,7 @@ import rlhf_train
 
 def test_the_public_names_are_pinned():
     assert rlhf_train.__all__ == [
+        "AdaptedModel",
         "DeepSpeedEngine",
         "MergeConfig",
         "PlannedStates",
@@ -14,6 +15,7 @@ def test_the_public_names_are_pinned():
         "ZeroConfig",
         "ZeroWeights",
         "env_vars",
+        "load_adapted",
         "merge_adapter",
         "pass_peak",
         "planned_states",

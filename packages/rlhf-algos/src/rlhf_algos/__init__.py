@@ -232,7 +232,7 @@ from rlhf_algos.recipes.recipe import (
 )
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
 from rlhf_algos.run_directory.directory import RunDirectory, Start, installed_versions, open_run_directory
-from rlhf_algos.run_directory.fingerprint import run_fingerprint
+from rlhf_algos.run_directory.fingerprint import data_fingerprint, run_fingerprint
 from rlhf_algos.run_directory.lock import DirectoryLock
 from rlhf_algos.run_directory.manifest import (
     check_seen_here,
@@ -439,6 +439,7 @@ __all__ = [
     "commented_yaml",
     "correct_off_policy",
     "cpo",
+    "data_fingerprint",
     "desirable",
     "discounted_returns",
     "distill",

@@ -7,7 +7,8 @@ import pytest
 from rlhf_core import ConfigError
 from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_launch.cli.main import app
-from rlhf_launch.evaluation.models import find_model, labels
+from rlhf_launch.evaluation.labels import labels
+from rlhf_launch.named_models import find_model
 from typer.testing import CliRunner
 
 SMALL = [

@@ -8,10 +8,11 @@ from rlhf_train.config.options import ZeroConfig
 from rlhf_train.engine import DeepSpeedEngine
 from rlhf_train.planned_memory import PlannedStates, pass_peak, planned_states
 from rlhf_train.reward_scale import RewardScale
-from rlhf_train.weights.merge_adapter import MergeConfig, merge_adapter
+from rlhf_train.weights.merge_adapter import AdaptedModel, MergeConfig, load_adapted, merge_adapter
 from rlhf_train.weights.source import ZeroWeights
 
 __all__ = [
+    "AdaptedModel",
     "DeepSpeedEngine",
     "MergeConfig",
     "PlannedStates",
@@ -19,6 +20,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroWeights",
     "env_vars",
+    "load_adapted",
     "merge_adapter",
     "pass_peak",
     "planned_states",

@@ -24,6 +24,8 @@ from rlhf_launch.cli.replay import replay
 from rlhf_launch.cli.serve_sandbox import serve_sandbox
 from rlhf_launch.cli.simulate import simulate
 from rlhf_launch.evaluation.command import evaluate
+from rlhf_launch.export.command import export
+from rlhf_launch.reward_server.command import serve_rm
 from rlhf_launch.rounds.command import iterate
 from rlhf_launch.scoring.command import score
 from rlhf_launch.selection.command import select
@@ -240,6 +242,7 @@ def import_trl(
 
 app.command()(compare)
 app.command("eval")(ending_well(evaluate))
+app.command()(ending_well(export))
 app.command()(init)
 app.command()(ending_well(score))
 app.command()(ending_well(select))
@@ -250,6 +253,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command("merge-lora")(merge_lora)
 app.command()(replay)
+app.command("serve-rm")(ending_well(serve_rm))
 app.command("serve-sandbox")(serve_sandbox)
 app.add_typer(doctor, name="doctor")
 

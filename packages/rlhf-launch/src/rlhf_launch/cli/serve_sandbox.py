@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from typing import Annotated
 
 import typer
-from rlhf_core import ConfigError
 
 from rlhf_launch.cli.errors import run_command
+from rlhf_launch.listening import check_address
 
 _TOKEN = "RLHF_SANDBOX_TOKEN"
 
@@ -26,7 +25,7 @@ def serve_sandbox(
 
     def work() -> None:
         token = os.environ.get(_TOKEN, "")
-        check_address(host, token)
+        check_address("serve-sandbox", host, token, _TOKEN)
         import uvicorn
         from rlhf_rollout import SandboxServer, open_sandbox
 
@@ -37,20 +36,3 @@ def serve_sandbox(
             server.close()
 
     run_command(work)
-
-
-def check_address(host: str, token: str) -> None:
-    """Refuse to run anybody's programs for the whole network.
-
-    Raises:
-        ConfigError: the address is not loopback, and there is no token.
-    """
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback and not token:
-        raise ConfigError(
-            f"serve-sandbox: {host} can be reached by others; set {_TOKEN} here and for the clients, or listen on "
-            "127.0.0.1"
-        )

@@ -56,9 +56,9 @@ def evaluate(
     from rlhf_algos import load_config
 
     from rlhf_launch.config.generate import GenerateConfig, ignored_by_generation
-    from rlhf_launch.evaluation.models import find_model
     from rlhf_launch.evaluation.run import RESULTS, EvalConfig, evaluate_files, evaluate_models
     from rlhf_launch.evaluation.summary import as_table
+    from rlhf_launch.named_models import find_model
 
     ks = _numbers(k)
     if samples_file:

@@ -14,9 +14,10 @@ from rlhf_algos import naming_full_disk
 from rlhf_core import ConfigError
 
 from rlhf_launch.config.generate import GenerateConfig
-from rlhf_launch.evaluation.models import FoundModel, labels, merged_into
+from rlhf_launch.evaluation.labels import labels
 from rlhf_launch.evaluation.summary import Summary, as_plain, check_counts, check_ks, read_samples, summarise_rows
 from rlhf_launch.generation.run import check_generation, generate
+from rlhf_launch.named_models import FoundModel, merged_into
 from rlhf_launch.samples.prompts import PromptSets
 
 RESULTS = "results.json"

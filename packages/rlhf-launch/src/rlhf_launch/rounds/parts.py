@@ -20,8 +20,8 @@ from rlhf_algos import (
 
 from rlhf_launch.config.generate import GenerateConfig
 from rlhf_launch.config.run import max_length, max_prompt_tokens
-from rlhf_launch.evaluation.models import FoundModel
 from rlhf_launch.evaluation.run import EvalConfig
+from rlhf_launch.named_models import FoundModel
 from rlhf_launch.rounds.config import RoundsConfig
 from rlhf_launch.seeds import request_seed
 

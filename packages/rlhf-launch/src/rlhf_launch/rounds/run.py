@@ -27,10 +27,10 @@ from rlhf_algos import (
 from rlhf_core import ConfigError, DataError, StopRequest
 
 from rlhf_launch.config.paths import absolute
-from rlhf_launch.evaluation.models import find_model, merged_into
 from rlhf_launch.evaluation.run import evaluate_models
 from rlhf_launch.evaluation.summary import as_plain
 from rlhf_launch.generation.run import check_generation, generate
+from rlhf_launch.named_models import find_model, merged_into
 from rlhf_launch.offline.run import train_offline
 from rlhf_launch.rounds.config import RoundsConfig
 from rlhf_launch.rounds.parts import (

@@ -51,6 +51,59 @@ class MergeConfig:
             check_choice("merge: quantize", self.quantize, get_args(FourBit))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedModel:
+    """A base model with adapters on top, not merged yet."""
+
+    model: Any
+    """peft's model. Over weights that were trained in 4 bits, those are back in full precision."""
+    base: str
+    """Directory or hub name of the model below."""
+    dtype: torch.dtype
+    """Of the base model's weights."""
+
+    def merged(self, dtype: DType | None = None) -> tuple[Any, int]:
+        """The model with its adapters merged in, and the number of merged layers; uses this one up.
+
+        Each layer is merged in float32 and then brought to `dtype`, or the base model's without one.
+        """
+        kind = getattr(torch, dtype) if dtype else self.dtype
+        layers = adapted_layers(self.model)
+        with torch.no_grad():
+            for layer in layers.values():
+                layer.float()
+                layer.merge(safe_merge=True)
+                layer.to(kind)
+        return self.model.unload().to(kind), len(layers)
+
+
+def load_adapted(
+    adapter: Path, *, base: str | None = None, quantize: FourBit | None = None, trust_remote_code: bool = False
+) -> AdaptedModel:
+    """The model that adapters were trained on, with the adapters on top.
+
+    Args:
+        adapter: directory that peft wrote, or an engine's export.
+        base: the model; None for the one that the adapter names.
+        quantize: see `MergeConfig`.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        ConfigError: no adapter, no such base, or another kind of adapter.
+        CheckpointError: a file of the adapter or of its base is damaged.
+    """
+    folder = find_adapter(adapter)
+    with naming_damage(f"the adapter in {str(folder)!r}", folder):
+        described = _read_description(folder)
+        trained_on = AdapterBase.read(folder)
+    base = base or described.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"the adapter in {str(folder)!r} does not name its model; give it with --base")
+    quantize = quantize or (trained_on.quantize if trained_on else None)
+    model = _load_base(base, described, quantize, trust_remote_code=trust_remote_code)
+    return AdaptedModel(base=base, dtype=model.dtype, model=_put_on(model, folder))
+
+
 def merge_adapter(config: MergeConfig) -> int:
     """Write the merged model, with the base model's tokenizer; returns the number of merged layers.
 
@@ -61,26 +114,23 @@ def merge_adapter(config: MergeConfig) -> int:
         ConfigError: no adapter, no such base, another kind of adapter, or an output that exists.
         CheckpointError: a file of the adapter or of its base is damaged.
     """
-    folder = find_adapter(config.adapter)
-    with naming_damage(f"the adapter in {str(folder)!r}", folder):
-        described = _read_description(folder)
-        trained_on = AdapterBase.read(folder)
-    base = config.base or described.get("base_model_name_or_path")
-    if not base:
-        raise ConfigError(f"the adapter in {str(folder)!r} does not name its model; give it with --base")
+    find_adapter(config.adapter)
     output = config.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{str(output)!r} exists and is not empty; give another output")
-    quantize = config.quantize or (trained_on.quantize if trained_on else None)
-    model = _load_base(base, described, config, quantize)
-    dtype = getattr(torch, config.dtype) if config.dtype else model.dtype
-    merged, count = _merge(model, folder, dtype)
+    adapted = load_adapted(
+        config.adapter,
+        base=config.base,
+        quantize=config.quantize,
+        trust_remote_code=config.trust_remote_code,
+    )
+    merged, count = adapted.merged(config.dtype)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Beside, then renamed: whoever sees the directory sees all of it.
     beside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         merged.save_pretrained(beside)
-        _copy_tokenizer(base, beside, config)
+        _copy_tokenizer(adapted.base, beside, config)
         beside.chmod(0o755)
         os.replace(beside, output)
     finally:
@@ -95,7 +145,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return described
 
 
-def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quantize: FourBit | None) -> Any:
+def _load_base(base: str, described: dict[str, Any], quantize: FourBit | None, *, trust_remote_code: bool) -> Any:
     import transformers as hf
 
     scalar = described.get("task_type") == "SEQ_CLS" or set(described.get("modules_to_save") or ()) & set(
@@ -104,13 +154,13 @@ def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quanti
     kind: Any = hf.AutoModelForSequenceClassification if scalar else hf.AutoModelForCausalLM
     arguments: dict[str, Any] = {"num_labels": 1} if scalar else {}
     try:
-        own: Any = hf.AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code).dtype
+        own: Any = hf.AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
         dtype = own or torch.float32
         if quantize is not None:
             cpu = torch.device("cpu")
             arguments |= quantized_loading(quantize, dtype=dtype, device=cpu, extra="rlhf-train[qlora]")
         with naming_damage(f"the base model {base!r}", base):
-            model = kind.from_pretrained(base, dtype=dtype, trust_remote_code=config.trust_remote_code, **arguments)
+            model = kind.from_pretrained(base, dtype=dtype, trust_remote_code=trust_remote_code, **arguments)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the base model {base!r} cannot be loaded: {error}") from error
     if quantize is not None:
@@ -119,23 +169,16 @@ def _load_base(base: str, described: dict[str, Any], config: MergeConfig, quanti
     return model
 
 
-def _merge(model: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
+def _put_on(model: Any, folder: Path) -> Any:
     try:
         import peft
     except ImportError:
         raise ConfigError("merging adapters needs peft; install rlhf-train[lora]") from None
     try:
         with naming_damage(f"the adapter in {str(folder)!r}", folder):
-            adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
+            return peft.PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the adapter in {str(folder)!r} does not fit {type(model).__name__}: {error}") from error
-    layers = adapted_layers(adapted)
-    with torch.no_grad():
-        for layer in layers.values():
-            layer.float()
-            layer.merge(safe_merge=True)
-            layer.to(dtype)
-    return adapted.unload().to(dtype), len(layers)
 
 
 def _copy_tokenizer(base: str, path: Path, config: MergeConfig) -> None:

@@ -1,16 +1,18 @@
-"""What is evaluated: a model's directory or hub name, a run, or adapters over their base."""
+"""What a user calls a model: its directory or hub name, a run, or adapters over their base."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlhf_core import ADAPTER_CONFIG, ConfigError, check_model_path
+from rlhf_core import ADAPTER_CONFIG, ADAPTER_FOLDER, ConfigError, check_model_path, naming_damage
 
 _EXPORT = "model"
+_MODELS = (_EXPORT, "best", "model-average")
 _CHECKPOINTS = "checkpoints"
+_RECORD = "run.json"
 _DIGEST = 12
 
 
@@ -24,6 +26,14 @@ class FoundModel:
     """Directory or hub name."""
     is_adapter: bool = False
     """The directory holds adapters alone, to be merged into their base first."""
+    run: Path | None = None
+    """Directory of the run that wrote it, where there is one."""
+
+    @property
+    def adapter(self) -> Path | None:
+        """Directory of the adapters, alone or beside the model that they were merged into."""
+        folders = (Path(self.path), Path(self.path) / ADAPTER_FOLDER)
+        return next((folder for folder in folders if (folder / ADAPTER_CONFIG).exists()), None)
 
 
 def find_model(name: str, *, step: int | None = None) -> FoundModel:
@@ -37,16 +47,18 @@ def find_model(name: str, *, step: int | None = None) -> FoundModel:
         ConfigError: there is none, or a checkpoint was asked for, which only its trainer can read.
     """
     path = Path(name).expanduser()
-    if step is not None or _is_checkpoint(path):
-        raise _only_its_trainer(path if step is None else path / _CHECKPOINTS / f"step-{step:06}")
+    checkpoint = _checkpoint_of(path) if step is None else path / _CHECKPOINTS / f"step-{step:06}"
+    if checkpoint is not None:
+        raise _only_its_trainer(checkpoint)
+    run = _run_of(path)
     if not path.is_dir() or (path / "config.json").exists():
         check_model_path(str(path), what="model")
-        return FoundModel(name=name, path=str(path))
+        return FoundModel(name=name, path=str(path), run=run)
     if (path / ADAPTER_CONFIG).exists():
-        return FoundModel(name=name, path=str(path), is_adapter=True)
+        return FoundModel(name=name, path=str(path), is_adapter=True, run=run)
     if (path / _EXPORT / "config.json").exists():
-        return FoundModel(name=name, path=str(path / _EXPORT))
-    if (path / "run.json").exists() or (path / _CHECKPOINTS).is_dir():
+        return FoundModel(name=name, path=str(path / _EXPORT), run=run)
+    if (path / _RECORD).exists() or (path / _CHECKPOINTS).is_dir():
         raise ConfigError(
             f"the run in {name!r} has no {_EXPORT}/ yet; `rlhf train {path / 'config.yaml'} --resume` goes on from "
             f"its newest checkpoint and writes {_EXPORT}/ at its end"
@@ -55,6 +67,28 @@ def find_model(name: str, *, step: int | None = None) -> FoundModel:
         f"{name!r} is neither a model (no config.json), nor adapters (no {ADAPTER_CONFIG}), nor a run "
         f"(no {_EXPORT}/)"
     )
+
+
+def is_reward_model(path: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether a model is a sequence classifier with one label; else it is taken for a language model.
+
+    Raises:
+        ConfigError: its configuration cannot be read, or it has several labels.
+        CheckpointError: a file of it is damaged.
+    """
+    from transformers import AutoConfig
+
+    try:
+        with naming_damage(f"model {path!r}", path):
+            config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path!r} cannot be loaded: {error}") from error
+    kinds = [str(name) for name in getattr(config, "architectures", None) or ()]
+    if not any(name.endswith("ForSequenceClassification") for name in kinds):
+        return False
+    if config.num_labels != 1:
+        raise ConfigError(f"model {path!r} is a classifier of {config.num_labels} labels; a reward model has one")
+    return True
 
 
 def merged_into(model: FoundModel, folder: Path, *, trust_remote_code: bool = False) -> str:
@@ -73,28 +107,22 @@ def merged_into(model: FoundModel, folder: Path, *, trust_remote_code: bool = Fa
     return str(output)
 
 
-def labels(names: Sequence[str]) -> list[str]:
-    """A short label for each path or hub name, good as a file's name; the whole path where the last part is not
-    enough.
-
-    >>> labels(["runs/a", "runs/b/"]), labels(["a/model", "b/model"]), labels(["org/name", "data/test.jsonl"])
-    (['a', 'b'], ['a-model', 'b-model'], ['name', 'test'])
-
-    Raises:
-        ConfigError: one is given twice.
-    """
-    parts = [[part for part in Path(name).parts if part not in ("/", ".", "..")] for name in names]
-    ends = [Path(each[-1]) if each else Path("model") for each in parts]
-    short = [end.stem if end.suffix in (".jsonl", ".json", ".parquet") else end.name for end in ends]
-    found = [name if short.count(name) == 1 else "-".join(each) for name, each in zip(short, parts, strict=True)]
-    for place, label in enumerate(found):
-        if label in found[:place]:
-            raise ConfigError(f"{names[place]!r} is given twice, or has the same name as another ({label!r})")
-    return found
+def _run_of(path: Path) -> Path | None:
+    """The run's directory that the path is, or is a model or the adapters of."""
+    folder = path.absolute()
+    if folder.name == ADAPTER_FOLDER:
+        folder = folder.parent
+    if folder.name in _MODELS:
+        folder = folder.parent
+    return folder if (folder / _RECORD).exists() else None
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return path.parent.name == _CHECKPOINTS and path.name.startswith("step-")
+def _checkpoint_of(path: Path) -> Path | None:
+    """The checkpoint that the path is, or is a part of."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == _CHECKPOINTS and folder.name.startswith("step-"):
+            return folder
+    return None
 
 
 def _only_its_trainer(path: Path) -> ConfigError:
@@ -105,8 +133,8 @@ def _only_its_trainer(path: Path) -> ConfigError:
     return ConfigError(
         f"the checkpoint {str(path)!r} holds the shards of a trainer, which only that trainer can read; "
         f"`rlhf train {run / 'config.yaml'} --resume` goes on from the run's newest checkpoint and writes "
-        f"{run / _EXPORT} at its end, which can be evaluated; `evaluation` in the run's "
-        "configuration measures its steps"
+        f"{run / _EXPORT} at its end, which can be given here; `evaluation` in the run's configuration measures "
+        "its steps"
     )
 
 
