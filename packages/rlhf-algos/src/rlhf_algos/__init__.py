@@ -222,6 +222,7 @@ from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import (
     KLPlace,
+    LearnsText,
     OldLogProbs,
     PolicyRecipe,
     PreparesInParts,
@@ -231,7 +232,7 @@ from rlhf_algos.recipes.recipe import (
 )
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
 from rlhf_algos.run_directory.directory import RunDirectory, Start, installed_versions, open_run_directory
-from rlhf_algos.run_directory.fingerprint import run_fingerprint
+from rlhf_algos.run_directory.fingerprint import data_fingerprint, run_fingerprint
 from rlhf_algos.run_directory.lock import DirectoryLock
 from rlhf_algos.run_directory.manifest import (
     check_seen_here,
@@ -313,6 +314,7 @@ __all__ = [
     "KTOConfig",
     "KTOLoss",
     "LabelSoftmax",
+    "LearnsText",
     "LengthSection",
     "LoneAdvantage",
     "LoraConfig",
@@ -402,6 +404,7 @@ __all__ = [
     "commented_yaml",
     "correct_off_policy",
     "cpo",
+    "data_fingerprint",
     "discounted_returns",
     "distill",
     "distillation_terms",

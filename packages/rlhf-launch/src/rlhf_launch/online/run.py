@@ -14,6 +14,7 @@ from rlhf_algos import (
     CheckpointStore,
     Recipe,
     Start,
+    data_fingerprint,
     naming_full_disk,
     open_run_directory,
     read_metrics,
@@ -212,7 +213,8 @@ def _fingerprint(config: OnlineConfig, inputs: Inputs) -> dict[str, Any]:
     model = config.model
     models = {"model.path": model.path, "model.reference": model.reference, "model.critic": model.critic}
     judges = {f"reward {name}": part.path for name, part in config.reward.engine_parts().items()}
-    return run_fingerprint(
+    pretrain = {f"data.pretrain[{place}]": data_fingerprint(one) for place, one in enumerate(config.data.pretrain)}
+    return pretrain | run_fingerprint(
         data=config.data.train, tokenizer=inputs.tokenizer, models={**models, **judges}, seed=config.seed
     )
 
@@ -225,6 +227,8 @@ def _describe(config: OnlineConfig, inputs: Inputs, console: Console) -> None:
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
     sizes = [f"{name} {len(held_out.prompts)}" for name, held_out in inputs.held_out.items()]
     console.print(f"  data: {len(inputs.prompts.prompts)} prompts{dropped}, held out: {', '.join(sizes) or 'none'}")
+    if inputs.pretraining is not None:
+        console.print(f"  text beside the samples: {inputs.pretraining}", soft_wrap=True)
     for warning in config.warnings:
         console.print(f"  warning: {warning}", soft_wrap=True)
     if config.rollout.overlap is not None:

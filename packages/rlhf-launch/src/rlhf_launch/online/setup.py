@@ -27,6 +27,7 @@ from rlhf_launch.placement.resolve import resolved
 from rlhf_launch.placement.start import Workers, executor_of, start_workers
 from rlhf_launch.samples.groups import GroupMaker, MakeGroups
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.pretraining import PretrainingStream, PretrainingText
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder, open_reward
@@ -87,7 +88,7 @@ def open_run(
         prompts = prompt_stream(config, inputs)
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
-        trainer = open_trainer(config, workers)
+        trainer = open_trainer(config, workers, inputs.pretraining)
         if "policy" not in trainer.asked_before(config.train.critic_warmup_steps):
             reporter.say("  no scoring pass of the policy: each update takes its own log-probs, or the sampler's")
         state = RunState(
@@ -163,7 +164,23 @@ def schedule_of(config: OnlineConfig) -> Schedule:
     )
 
 
-def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
+def pretraining_stream(config: OnlineConfig, text: PretrainingText | None) -> PretrainingStream | None:
+    """The endless stream of text that the policy learns beside its samples; None without any."""
+    if text is None:
+        return None
+    train = config.train
+    rows = train.prompts_per_step * config.rollout.samples_per_prompt // train.minibatches
+    return PretrainingStream(
+        text,
+        seed=config.seed,
+        rows=rows if train.pretrain_rows is None else train.pretrain_rows,
+        updates=train.updates(1),
+        shuffle=config.data.shuffle,
+        mixed=any(source.weight is not None for source in config.data.pretrain),
+    )
+
+
+def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText | None = None) -> Trainer:
     """The training engines of a run with its algorithm."""
     return Trainer(
         policy=workers.training["policy"],
@@ -175,6 +192,7 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         plan=plan_of(config),
         rewards=tuple(group for name, group in workers.training.items() if name.startswith(REWARD)),
         one_at_a_time=workers.executor.one_process,
+        pretraining=pretraining_stream(config, text),
     )
 
 

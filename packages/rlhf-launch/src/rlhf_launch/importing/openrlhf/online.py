@@ -77,8 +77,10 @@ ONLINE: Mapping[str, Rule] = {
     "save_value_network": missing("the critic's weights are in the checkpoints"),
     "enable_ema": combined(),
     "ema_beta": combined(),
-    "ptx_coef": missing("`mix_pretraining` of rlhf_algos in a loop of your own"),
-    "pretrain_data": missing("`mix_pretraining` of rlhf_algos in a loop of your own"),
+    "ptx_coef": combined(),
+    "pretrain_data": combined(),
+    "pretrain_data_probs": combined(),
+    "pretrain_split": combined(),
     "advantage_estimator": combined(),
     "policy_loss_type": combined(),
     "no_advantage_std_norm": combined(),
@@ -128,6 +130,7 @@ ONLINE_DEFAULTS: Mapping[str, Any] = {
     "lambd": 1,
     "eps_clip": 0.2,
     "value_clip": 0.5,
+    "ptx_coef": 0.05,
     "init_kl_coef": 0.01,
     "kl_estimator": "k1",
     "reward_clip_range": [-10, 10],
@@ -150,6 +153,7 @@ def online_run(draft: Draft) -> str:
     write_template(draft)
     _write_lengths(draft)
     _write_data(draft)
+    _write_pretraining(draft)
     _write_reward(draft)
     _write_algorithm(draft)
     _write_batches(draft)
@@ -201,6 +205,25 @@ def _write_data(draft: Draft) -> None:
                 "temperature": float(draft.value("eval_temperature", 0.6)),
             },
         )
+
+
+def _write_pretraining(draft: Draft) -> None:
+    """Text beside the samples, which needs both a weight (theirs has a default) and data."""
+    if not draft.on("pretrain_data"):
+        if draft.on("ptx_coef"):
+            draft.noted("ptx_coef", "without --pretrain_data it changes nothing, as in OpenRLHF")
+        return
+    if float(draft.value("temperature")) != 1:
+        why = "the likelihood of a text is that at temperature 1, and here a step has one temperature: write 1"
+        draft.refused("pretrain_data", why)
+        return
+    draft.put("algorithm.ptx_coef", float(draft.value("ptx_coef")))
+    split, columns = str(draft.value("pretrain_split", "train")), {"text": str(draft.value("input_key"))}
+    sources = datasets(
+        draft, "pretrain_data", "pretrain_data_probs", split=split, columns=columns, limited=False
+    )
+    draft.put("data.pretrain", sources)
+    draft.noted("pretrain_data", "rows longer than the longest sample are cut")
 
 
 def _write_reward(draft: Draft) -> None:
