@@ -31,7 +31,7 @@ from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnlineRun, OnStep, evaluate, restore, run_steps, save_early_end
 from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.online.report import Reporter, plot_run
-from rlhf_launch.online.setup import open_run
+from rlhf_launch.online.setup import measure_rewards, open_run
 from rlhf_launch.placement.fill import filled_here
 from rlhf_launch.planning.command import say_plan
 
@@ -149,6 +149,7 @@ def _attempt(
             run = stack.enter_context(open_run(config, inputs, store, reporter, guests.stop))
             if begin is not None:
                 restore(run, begin)
+        measure_rewards(config, inputs, run)
         with _saved_on_early_end(run):
             if not step or is_evaluation_due(config, step):
                 evaluate(run, done=sets_evaluated(folder, step) if step else ())

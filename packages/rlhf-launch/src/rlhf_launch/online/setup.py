@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from rlhf_launch.samples.pretraining import PretrainingStream, PretrainingText
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder, open_reward
+from rlhf_launch.samples.reward_scale import RewardScales
 from rlhf_launch.samples.sampling import (
     GATEWAY_MODEL,
     GroupSampler,
@@ -76,7 +78,8 @@ def open_run(
         sync = WeightSync(policy, pool, transports=transports, options=options)
         reporter.say(f"  weights travel by {sync.transport}")
         reporter.say(f"  {sync.prove()}")
-        reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer)
+        scales = RewardScales(config.reward.normalize)
+        reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer, scales)
         stack.callback(close)
         limit = config.placement.engine_restarts
         replacement = RolloutReplacement(workers.executor, pool, sync, limit=limit)
@@ -99,6 +102,7 @@ def open_run(
             schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
             background=config.checkpoint.in_background,
             fitted=fitted_roles(config, workers, trainer),
+            scales=scales,
         )
         yield OnlineRun(
             schedule=schedule_of(config),
@@ -152,6 +156,23 @@ def prompt_stream(config: OnlineConfig, inputs: Inputs) -> PromptStream:
         shuffle=config.data.shuffle,
         mixture=(sets.sizes, sets.weights) if weighted else None,
     )
+
+
+def measure_rewards(config: OnlineConfig, inputs: Inputs, run: OnlineRun) -> None:
+    """Measure the scales of a reward that has none yet, on answers of the policy with its weights of now.
+
+    Raises:
+        ConfigError: the scores of a part do not differ.
+    """
+    scales = run.state.scales
+    if not (wanted := scales.prompts):
+        return
+    prompts = list(inputs.prompts.prompts)
+    drawn = random.Random(f"{config.seed}/reward-scale").sample(prompts, min(wanted, len(prompts)))
+    sampling = config.rollout.sampling
+    with scales.measuring(), run.stop.interruptible(), run.pool.generating():
+        run.make_groups(sampling).groups(drawn, label="reward-scale", samples=1, waits=run.pool.waits)
+    run.reporter.say(f"  rewards normalised by {len(drawn)} answers before the first step: {scales}")
 
 
 def schedule_of(config: OnlineConfig) -> Schedule:

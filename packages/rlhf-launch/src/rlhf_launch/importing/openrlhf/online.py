@@ -219,15 +219,14 @@ def _write_pretraining(draft: Draft) -> None:
         return
     draft.put("algorithm.ptx_coef", float(draft.value("ptx_coef")))
     split, columns = str(draft.value("pretrain_split", "train")), {"text": str(draft.value("input_key"))}
-    sources = datasets(
-        draft, "pretrain_data", "pretrain_data_probs", split=split, columns=columns, limited=False
-    )
+    sources = datasets(draft, "pretrain_data", "pretrain_data_probs", split=split, columns=columns, limited=False)
     draft.put("data.pretrain", sources)
     draft.noted("pretrain_data", "rows longer than the longest sample are cut")
 
 
 def _write_reward(draft: Draft) -> None:
     agent, remote = draft.value("agent_func_path"), draft.value("remote_rm_url")
+    models: list[str] = []
     if agent:
         module = PurePosixPath(str(agent)).stem
         draft.put("rollout.agent", {"environment": f"{module}:Environment"})
@@ -264,10 +263,13 @@ def _write_reward(draft: Draft) -> None:
         if agent or remote:
             draft.noted("normalize_reward", "without a reward model it changes nothing, as in OpenRLHF")
         else:
-            draft.put("algorithm.shaping.normalize", True)
+            parts = ["model"] if len(models) == 1 else [f"model_{place}" for place in range(len(models))]
+            draft.put("reward.normalize", {part: {"source": "measured"} for part in parts})
             draft.noted(
                 "normalize_reward",
-                "by mean and deviation of the batch; OpenRLHF takes those that it stored with its reward model",
+                "by mean and deviation of the first answers; OpenRLHF takes `mean` and `std` of the reward model's "
+                "config.json: for these write source: given with both (of a model of `rlhf offline rm` with "
+                "keep_scale leave it out: engines find the numbers)",
             )
 
 
