@@ -11,7 +11,6 @@ def test_the_public_names_are_pinned():
         "DeepSpeedEngine",
         "MergeConfig",
         "PlannedStates",
-        "RewardScale",
         "ZeroConfig",
         "ZeroWeights",
         "env_vars",

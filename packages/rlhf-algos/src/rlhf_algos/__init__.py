@@ -223,6 +223,7 @@ from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import (
     KLPlace,
+    LearnsText,
     OldLogProbs,
     PolicyRecipe,
     PreparesInParts,
@@ -340,6 +341,7 @@ __all__ = [
     "KTOLoss",
     "LabelSoftmax",
     "LabelsConfig",
+    "LearnsText",
     "LengthSection",
     "LoneAdvantage",
     "LoraConfig",

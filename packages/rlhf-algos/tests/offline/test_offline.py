@@ -22,10 +22,12 @@ from rlhf_algos import (
     OfflineAlgorithmSection,
     OfflineConfig,
     OfflineTrainSection,
+    TorchEngine,
+    collate_examples,
     read_metrics,
     train,
 )
-from rlhf_core import ConfigError, DataError, LoraConfig, RunStopped, StopRequest
+from rlhf_core import ConfigError, DataError, EngineConfig, LoraConfig, RewardScale, RunStopped, StopRequest
 from rlhf_core.testing.tiny import save_tiny_model
 from safetensors.torch import load_file
 
@@ -641,3 +643,27 @@ def test_processes_stop_together_when_one_is_asked_to(make, tmp_path):
     assert (tmp_path / "rank-0.txt").read_text() == "RunStopped: SIGTERM was received"
     assert (tmp_path / "rank-1.txt").read_text() == "RunStopped: another process of the run was asked to end"
     assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000002"]
+
+
+@pytest.mark.parametrize("held_out", [0, 6])
+def test_a_reward_model_keeps_the_scale_of_its_scores(make, held_out):
+    """Answers of the pairs it was measured on have mean 0 and deviation 1, and again if it is trained on."""
+    config = make("rm", loss={"keep_scale": True}, data__hold_out=held_out, data__shuffle=False)
+    result = train(config)
+    further = changed(
+        config, model__path=str(result.model), output=config.output.with_name("further"), train__steps=1
+    )
+    for trained in (result, train(further)):
+        settings = json.loads((trained.model / "config.json").read_text())
+        scale = RewardScale.of_config(settings)
+        assert scale is not None
+        data = rlhf_algos.offline.run_data.load_data(config)
+        assert len(data.eval) == held_out
+        engine = TorchEngine(EngineConfig(model=str(trained.model), role="reward", device="cpu"))
+        batch = collate_examples(data.eval or data.train, pad_token_id=data.encoder.pad_token_id)
+        scores = engine.score(batch, ("scores",)).scores
+        assert scores.mean().item() == pytest.approx(0, abs=1e-4)
+        assert scores.std(correction=0).item() == pytest.approx(1, abs=1e-4)
+        engine.close()
+    plain = train(make("rm", output=config.output.with_name("plain"), train__steps=1))
+    assert RewardScale.of_config(json.loads((plain.model / "config.json").read_text())) is None

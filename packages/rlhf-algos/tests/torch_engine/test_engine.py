@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from rlhf_core import (
     LossTerms,
     OptimizerConfig,
     ResourceError,
+    RewardScale,
     TrainEngine,
     TrainingDivergedError,
 )
@@ -155,6 +157,19 @@ def test_scalar_roles_train(config, role, loss):
     engine, batch = TorchEngine(replace(config, role=role)), make_batch()
     losses = [engine.step(batch, loss).loss for _ in range(10)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_scale_in_the_model_s_config_is_taken_out_of_its_scores(tmp_path):
+    path = save_tiny_model(tmp_path / "reward", head="scalar")
+    plain = EngineConfig(model=path, role="reward", device="cpu")
+    raw = TorchEngine(plain).score(make_batch(), ("scores",)).scores
+    settings = json.loads((tmp_path / "reward" / "config.json").read_text())
+    settings |= RewardScale(mean=0.5, std=4.0).as_config()
+    (tmp_path / "reward" / "config.json").write_text(json.dumps(settings))
+    engine = TorchEngine(plain)
+    assert torch.allclose(engine.score(make_batch(), ("scores",)).scores, (raw - 0.5) / 4, atol=1e-5)
+    engine.export(tmp_path / "again")
+    assert RewardScale.of_config(json.loads((tmp_path / "again" / "config.json").read_text())) is not None
 
 
 def test_a_fresh_critic_says_zero(config):

@@ -147,6 +147,7 @@ from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.memory_meter import MemoryMeter, optimizer_memory_to_come
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch, units_together
 from rlhf_core.training.random_state import RandomState
+from rlhf_core.training.reward_scale import RewardScale, measured_scale
 from rlhf_core.weight_sync.adapters import AdapterWeights
 from rlhf_core.weight_sync.checkpoint_layout import checkpoint_views
 from rlhf_core.weight_sync.delta import DeltaMode, DeltaSource
@@ -301,6 +302,7 @@ __all__ = [
     "ResourceError",
     "RewardError",
     "RewardFunction",
+    "RewardScale",
     "Role",
     "RolloutBackend",
     "RolloutConfig",
@@ -391,6 +393,7 @@ __all__ = [
     "masked_sum",
     "mean_by_parts",
     "mean_of",
+    "measured_scale",
     "merge_metrics",
     "merged_weight",
     "model_loading",

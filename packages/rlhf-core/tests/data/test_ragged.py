@@ -1,6 +1,7 @@
 """Rows without padding, which must hold what a batch holds."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,3 +134,41 @@ def test_numbers_that_are_not_finite_are_found_where_they_count():
     bad = torch.tensor([[float("nan"), 0.0, 0.0], [0.0, float("inf"), 0.0]])
     column = rows.with_columns(bad=bad).per_token["bad"]
     assert column.rows_not_finite(rows.per_token["response_mask"]) == 1
+
+
+def test_rows_followed_by_rows_with_fewer_columns():
+    def batch(lengths, **columns):
+        tokens = [np.arange(length, dtype=np.int32) for length in lengths]
+        masks = [np.ones(length, dtype=bool) for length in lengths]
+        return RaggedBatch(
+            lengths=tuple(lengths),
+            per_token={
+                "token_ids": RaggedColumn([(one,) for one in tokens], np.dtype(np.int32)),
+                "response_mask": RaggedColumn([(one,) for one in masks], np.dtype(bool)),
+                **{name: one for name, one in columns.items() if isinstance(one, RaggedColumn)},
+            },
+            per_row={name: one for name, one in columns.items() if isinstance(one, torch.Tensor)},
+            sample_ids=tuple(f"{length} tokens" for length in lengths),
+        )
+
+    experts = RaggedColumn([(np.ones((3, 2), np.int16),)], np.dtype(np.int16), (2,))
+    old = RaggedColumn([(Run(-0.5, 3),)], np.dtype(np.float32))
+    first = batch([3], old_log_probs=old, routed_experts=experts, group_ids=torch.tensor([7]))
+    more = batch([2, 4], scores=torch.ones(2), group_ids=torch.tensor([1, 2], dtype=torch.int32))
+    whole = pickle.loads(pickle.dumps(first.followed_by(more)))
+    assert whole.lengths == (3, 2, 4)
+    assert whole.sample_ids == ("3 tokens", "2 tokens", "4 tokens")
+    padded = whole.padded()
+    assert set(padded.columns) == {"old_log_probs", "routed_experts", "group_ids"}
+    assert padded["group_ids"].tolist() == [7, 1, 2]
+    assert padded["group_ids"].dtype == torch.int64
+    assert padded["old_log_probs"].sum() == -1.5
+    assert padded["routed_experts"].shape == (3, 4, 2)
+    assert padded["routed_experts"].sum() == 6
+    assert padded.token_ids.tolist() == [[0, 1, 2, 0], [0, 1, 0, 0], [0, 1, 2, 3]]
+    assert padded.response_mask.sum(dim=1).tolist() == [3, 2, 4]
+    with pytest.raises(ValueError, match=r"units of 1 and of 2 rows"):
+        first.followed_by(replace(more, rows_per_unit=2))
+    short = more.with_columns(routed_experts=RaggedColumn([(Run(0, 2),), (Run(0, 4),)], np.dtype(np.int16)))
+    with pytest.raises(ValueError, match=r"\(2,\) and \(\) numbers for each token"):
+        first.followed_by(short)

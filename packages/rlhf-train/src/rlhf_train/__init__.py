@@ -7,7 +7,6 @@ from rlhf_train.config.env_vars import env_vars
 from rlhf_train.config.options import ZeroConfig
 from rlhf_train.engine import DeepSpeedEngine
 from rlhf_train.planned_memory import PlannedStates, pass_peak, planned_states
-from rlhf_train.reward_scale import RewardScale
 from rlhf_train.weights.merge_adapter import AdaptedModel, MergeConfig, load_adapted, merge_adapter
 from rlhf_train.weights.source import ZeroWeights
 
@@ -16,7 +15,6 @@ __all__ = [
     "DeepSpeedEngine",
     "MergeConfig",
     "PlannedStates",
-    "RewardScale",
     "ZeroConfig",
     "ZeroWeights",
     "env_vars",

@@ -24,6 +24,7 @@ from rlhf_core import (
     ModelOutputs,
     PendingSave,
     RandomState,
+    RewardScale,
     StepReport,
     TokenPass,
     TrainCapabilities,
@@ -32,6 +33,7 @@ from rlhf_core import (
     accumulate,
     adapters_off,
     learning_rate,
+    measured_scale,
     optimizer_memory_to_come,
     score_in_micro_batches,
     try_model,
@@ -55,7 +57,6 @@ from rlhf_train.model.optimizers import set_learning_rate
 from rlhf_train.model.role_model import release_engine
 from rlhf_train.offload import move_engine
 from rlhf_train.parallel.ranks import TrainingRanks, join_training_ranks
-from rlhf_train.reward_scale import RewardScale, measured_scale
 from rlhf_train.step import StepReports, drop_gradients, update_weights
 from rlhf_train.weights.average import AverageWeights
 from rlhf_train.weights.export import export_adapters, export_model

@@ -43,6 +43,7 @@ from rlhf_algos.offline.run_data import (
     load_data,
     own_units,
 )
+from rlhf_algos.offline.score_scale import keep_scale, scale_of_scores
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore
 from rlhf_algos.run_directory.directory import Say, Start, open_run_directory
 from rlhf_algos.run_directory.fingerprint import run_fingerprint
@@ -392,11 +393,17 @@ def _judge(run: _Run, evaluated: Mapping[str, float]) -> None:
 
 
 def _export(run: _Run, path: Path) -> None:
+    scale = None
+    if getattr(run.config.loss, "keep_scale", False):
+        scale = scale_of_scores(run.engine, run.data, run.config, run.ranks)
+
     def write(beside: Path) -> None:
         run.engine.export(beside)
         if rank_of(run.ranks) == 0:
             run.data.encoder.tokenizer.save_pretrained(beside)
             _name_padding(beside / "config.json", run.data.encoder.pad_token_id)
+            if scale is not None:
+                keep_scale(beside / "config.json", scale)
 
     replace_directory(path, write, ranks=run.ranks)
 

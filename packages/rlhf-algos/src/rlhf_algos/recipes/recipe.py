@@ -127,6 +127,20 @@ class PreparesInParts(Protocol):
         ...
 
 
+@runtime_checkable
+class LearnsText(Protocol):
+    """A recipe beside whose policy loss a run can train on text (`data.pretrain`; see `mix_pretraining`)."""
+
+    @property
+    def ptx_coef(self) -> float:
+        """Weight of the mean negative log-likelihood of the text's tokens; 0 trains on none."""
+        ...
+
+    def policy_loss(self, kl_coef: float | None = None) -> Loss:
+        """See Recipe; with a weight its config must be a `PolicyTermsConfig`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRecipe:
     """Fields that `GRPO` and `PPO` share."""
@@ -164,6 +178,9 @@ class PolicyRecipe:
     """Weight of the negative log-likelihood of the right responses beside the policy loss (VAPO: 0.1)."""
     right_above: float = 0.0
     """A response is right, for `likelihood_coef`, with a score above this, before any shaping."""
+    ptx_coef: float = 0.0
+    """Weight of the negative log-likelihood of the text in `data.pretrain` beside the policy loss, mean over its
+    tokens (PPO-ptx, Ouyang et al. 2022; InstructGPT: 27.8, OpenRLHF: 0.05)."""
 
     def __post_init__(self) -> None:
         check_choices("recipe", self, kl_in=KLPlace, kl_estimator=KLEstimator, old_log_probs=OldLogProbs)
@@ -183,11 +200,14 @@ class PolicyRecipe:
                 raise ConfigError(f"recipe: {name} must be positive, got {getattr(self, name)}")
         if self.likelihood_coef < 0:
             raise ConfigError(f"recipe: likelihood_coef must not be negative, got {self.likelihood_coef}")
-        if self.likelihood_coef and not isinstance(self.policy_loss().config, PolicyTermsConfig):
-            raise ConfigError(
-                f"recipe: likelihood_coef is a term of our own policy losses, which {self.loss!r} is not; derive "
-                "its config from rlhf_algos.PolicyTermsConfig and end it with finish_policy_loss"
-            )
+        if not (self.ptx_coef >= 0 and math.isfinite(self.ptx_coef)):
+            raise ConfigError(f"recipe: ptx_coef must be a finite number and not negative, got {self.ptx_coef}")
+        for name in ("likelihood_coef", "ptx_coef"):
+            if getattr(self, name) and not isinstance(self.policy_loss().config, PolicyTermsConfig):
+                raise ConfigError(
+                    f"recipe: {name} is a term of our own policy losses, which {self.loss!r} is not; derive its "
+                    "config from rlhf_algos.PolicyTermsConfig and end it with finish_policy_loss"
+                )
         for name in sorted({"kl_coef", *self._kl_options()} & set(self.loss_options)):
             raise ConfigError(f"recipe: write {name} beside loss_options, not inside")
         self.policy_loss()

@@ -17,6 +17,7 @@ _NONE = (
     *("reward.on_failure.**", "reward.**.on_failure.**", "train.steps", "train.epochs", "rounds"),
     # Known by their content, wherever they lie: see the fingerprint.
     *("model.path", "model.reference", "model.critic", "model.tokenizer", "data.train.*.path"),
+    "data.pretrain.*.path",
     *("reward.model", "reward.parts.*.path"),
 )
 _ROUNDING = (

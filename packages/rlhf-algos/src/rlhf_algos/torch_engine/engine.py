@@ -25,6 +25,7 @@ from rlhf_core import (
     ModelOutputs,
     ModuleWeights,
     RandomState,
+    RewardScale,
     StepReport,
     TokenBudget,
     TokenPass,
@@ -105,17 +106,20 @@ class TorchEngine:
         self._skipped_in_a_row = 0
 
     def score(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> ModelOutputs:
-        """See TrainEngine."""
+        """See TrainEngine. Scores are normalised where the model's config has a scale (`RewardScale`)."""
         self.model.eval()
         if self.config.routing_replay and "log_probs" in outputs and "routed_experts" not in batch:
             outputs = (*outputs, "routed_experts")
-        return score_in_micro_batches(
+        found = score_in_micro_batches(
             batch.to(self.device),
             outputs,
             forward=self._forward,
             max_tokens=self.scoring_budget(batch, outputs),
             ranks=self.ranks,
         )
+        if found.scores is None or (scale := RewardScale.of(self.model)) is None:
+            return found
+        return replace(found, scores=scale.apply(found.scores))
 
     def scoring_budget(self, batch: Batch, outputs: Sequence[str] = ("log_probs",)) -> TokenBudget:
         """The tokens of a micro-batch without gradients; the first call finds them by a trial, if need be."""

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf_algos.losses.online.clipped import PPOClipConfig, ppo_clip
 from rlhf_algos.losses.online.pretraining import mix_pretraining, with_likelihood
-from rlhf_core import Batch, ConfigError, Loss, ModelOutputs, accumulate
+from rlhf_algos.recipes.named import make_recipe
+from rlhf_core import Batch, ConfigError, Loss, ModelOutputs, RaggedBatch, accumulate
 
 
 def rows(mask, **columns):
@@ -93,3 +96,31 @@ def test_no_right_answer_adds_nothing():
     batch = rows([[0, 1, 1]], advantages=torch.ones(1), old_log_probs=torch.full((1, 3), -1.0))
     weight = with_likelihood(batch, torch.tensor([False]), 0.1, PPOClipConfig())["likelihood_weight"]
     assert weight.tolist() == [0.0]
+
+
+def test_rows_without_padding_are_mixed_likewise():
+    config = PPOClipConfig(aggregation="seq_mean_token_mean")
+    policy = rows([[0, 1, 1], [0, 1, 0]], advantages=torch.tensor([1.0, -1.0]), old_log_probs=torch.ones(2, 3))
+    text = rows([[0, 1, 1, 1]])
+    whole = mix_pretraining(policy, text, 0.5, config)
+    ragged = mix_pretraining(RaggedBatch.of(policy), RaggedBatch.of(text), 0.5, config).padded()
+    for name in ("token_ids", "attention_mask", "response_mask"):
+        assert torch.equal(getattr(whole, name), getattr(ragged, name)), name
+    assert all(torch.equal(whole[name], ragged[name]) for name in whole.columns)
+
+
+def test_samples_of_another_temperature_are_refused():
+    warm = replace(rows([[0, 1]]), temperature=0.7)
+    with pytest.raises(ConfigError, match=r"temperature 0\.7"):
+        mix_pretraining(warm, rows([[0, 1]]), 0.1, PPOClipConfig())
+
+
+def own_loss(outputs, batch, config):
+    """A loss of a user's own, whose config is a dict."""
+
+
+def test_a_weight_needs_one_of_our_losses_and_is_no_negative_number():
+    with pytest.raises(ConfigError, match="ptx_coef is a term of our own policy losses"):
+        make_recipe("ppo", {"loss": f"{__name__}:own_loss", "ptx_coef": 0.1})
+    with pytest.raises(ConfigError, match="ptx_coef must be a finite number and not negative, got -1"):
+        make_recipe("grpo", {"ptx_coef": -1})

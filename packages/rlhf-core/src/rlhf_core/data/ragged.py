@@ -74,6 +74,18 @@ class RaggedColumn:
         """Some of the rows, in this order."""
         return RaggedColumn([self.rows[row] for row in rows], self.kind, self.tail)
 
+    def followed_by(self, other: RaggedColumn | None, lengths: Sequence[int]) -> RaggedColumn:
+        """The rows of both in the kind of these; where there is no other, rows of these lengths that hold 0."""
+        if other is not None:
+            if other.tail != self.tail:
+                raise ValueError(f"columns have {self.tail} and {other.tail} numbers for each token")
+            more = [tuple(_of_kind(part, self.kind) for part in row) for row in other.rows]
+        elif self.tail:
+            more = [(np.zeros((length, *self.tail), self.kind),) for length in lengths]
+        else:
+            more = [(Run(self.kind.type(0).item(), length),) for length in lengths]
+        return RaggedColumn([*self.rows, *more], self.kind, self.tail)
+
     def compressed(self) -> RaggedColumn:
         """The same numbers with runs in place of the arrays of rows in which numbers repeat."""
         if self.tail:
@@ -119,6 +131,12 @@ def _read(
         for row in written
     ]
     return RaggedColumn(rows, np.dtype(kind), tail)
+
+
+def _of_kind(part: Part, kind: np.dtype[Any]) -> Part:
+    if isinstance(part, Run):
+        return Run(kind.type(part.value).item(), part.count)
+    return part if part.dtype == kind else part.astype(kind)
 
 
 def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
@@ -276,6 +294,34 @@ class RaggedBatch:
         """Like `select`, by unit instead of by row."""
         size = self.rows_per_unit
         return self.select([unit * size + offset for unit in units for offset in range(size)])
+
+    def followed_by(self, other: RaggedBatch) -> RaggedBatch:
+        """The rows of this batch, then those of another, with the columns of this one.
+
+        What the other has no column for is 0 in its rows; columns that it alone has are left out. The temperature
+        is that of this batch.
+
+        Raises:
+            ValueError: they differ in rows per unit, or in what a column has for each token.
+        """
+        if self.rows_per_unit != other.rows_per_unit:
+            raise ValueError(f"units of {self.rows_per_unit} and of {other.rows_per_unit} rows in one batch")
+        per_row = {
+            name: torch.cat(
+                [one, other.per_row[name].to(one) if name in other.per_row else one.new_zeros(other.rows)]
+            )
+            for name, one in self.per_row.items()
+        }
+        return replace(
+            self,
+            lengths=(*self.lengths, *other.lengths),
+            per_token={
+                name: one.followed_by(other.per_token.get(name), other.lengths)
+                for name, one in self.per_token.items()
+            },
+            per_row=per_row,
+            sample_ids=(*self.sample_ids, *other.sample_ids) if self.sample_ids and other.sample_ids else (),
+        )
 
     def only(self, per_token: Iterable[str]) -> RaggedBatch:
         """The batch with these columns per token alone, and `token_ids` and `response_mask`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_algos import dump_config, installed_versions, load_config, manifest_problem
-from rlhf_core import Batch, CheckpointError, DataError, StepReport, naming_damage
+from rlhf_core import Batch, CheckpointError, DataError, RaggedBatch, StepReport, naming_damage
 from rlhf_rollout import ScoredGroup
 from safetensors.torch import load_file, save_file
 
@@ -26,6 +26,7 @@ STORY = "bundle.json"
 CONFIG = "config.yaml"
 GROUPS = "groups.safetensors"
 BATCH = "batch.safetensors"
+PRETRAINING = "pretraining.safetensors"
 
 WhyKept = Literal["named", "scheduled", "fault"]
 
@@ -98,6 +99,14 @@ class Bundle:
             packed = load_file(self.path / BATCH)
         return unpack_batch(packed, temperature=self.temperature, sample_ids=self.sample_ids)
 
+    def pretraining(self) -> RaggedBatch | None:
+        """The text that the step had beside its samples; None without any."""
+        if not (self.path / PRETRAINING).exists():
+            return None
+        with naming_damage(f"the bundle {str(self.path)!r}", self.path / PRETRAINING):
+            packed = load_file(self.path / PRETRAINING)
+        return RaggedBatch.of(unpack_batch(packed, temperature=1.0, sample_ids=()))
+
 
 def read_bundle(path: Path) -> Bundle:
     """Read what a bundle says of its step, after a look at whether it is whole.
@@ -158,6 +167,8 @@ def write_bundle(folder: Path, trace: StepTrace, why: WhyKept, config: OnlineCon
     save_file(pack_groups([_savable(group) for group in trace.groups]), folder / GROUPS)
     if batch is not None:
         save_file(pack_batch(batch), folder / BATCH)
+    if trace.pretraining is not None:
+        save_file(pack_batch(trace.pretraining), folder / PRETRAINING)
 
 
 def _hint(path: Path) -> str:

@@ -26,6 +26,8 @@ class StepTrace:
     kl_coef: float | None = None
     batch: RaggedBatch | None = None
     """The samples with the columns that were added so far; None before they are scored."""
+    pretraining: RaggedBatch | None = None
+    """The text of all optimizer steps of the policy; given before the step, it is taken; else the stream's."""
     order: Order | None = None
     """Given before the step, it is followed; else it is what the plan drew."""
     reports: dict[str, list[StepReport]] = field(default_factory=dict)

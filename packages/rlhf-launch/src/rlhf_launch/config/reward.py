@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from rlhf_core import ConfigError
+from rlhf_core import ConfigError, RewardScale
 from rlhf_rollout import (
     EngineRewardConfig,
     EnvironmentRewardConfig,
@@ -14,6 +15,40 @@ from rlhf_rollout import (
     ModelRewardConfig,
     RewardPart,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardNormalization:
+    """By which numbers a part's scores are normalised: (score - mean) / std, before its weight."""
+
+    short_form: ClassVar[str] = "source"
+
+    source: Literal["measured", "given"] = "measured"
+    """`measured`: once, before the first step, on answers of the policy as it begins, which is the reference where
+    this has no path of its own; a resumed run keeps the numbers. `given`: by `mean` and `std`."""
+    prompts: int = 256
+    """Training prompts that are answered once each to measure (all, if there are fewer)."""
+    mean: float | None = None
+    """For `given`."""
+    std: float | None = None
+    """For `given`."""
+
+    def __post_init__(self) -> None:
+        given = (self.mean, self.std)
+        if self.source == "given" and None in given:
+            raise ConfigError("reward.normalize: source: given needs both mean and std")
+        if self.source == "measured" and given != (None, None):
+            raise ConfigError("reward.normalize: mean and std are measured; to give them write source: given")
+        if self.prompts < 2:
+            raise ConfigError(f"reward.normalize: prompts must be at least 2, got {self.prompts}")
+        _ = self.given  # refuses numbers of no use
+
+    @property
+    def given(self) -> RewardScale | None:
+        """The numbers, where they are given."""
+        if self.mean is None or self.std is None:
+            return None
+        return RewardScale(mean=self.mean, std=self.std)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +70,9 @@ class RewardSection:
     """Deadline for `function` on the samples of one prompt."""
     on_failure: FailureHandling = field(default_factory=FailureHandling)
     """What happens when one fails: attempts, then `stop` the run or `drop` the samples at fault."""
+    normalize: Mapping[str, RewardNormalization] = field(default_factory=dict)
+    """Parts whose scores are normalised in training and its evaluations, by name (`{model: measured}`); what they
+    were is logged as `reward/<part>/raw`. `rlhf generate` and `rlhf eval` give the scores as they are."""
 
     def __post_init__(self) -> None:
         for name in self.parts:
@@ -64,6 +102,10 @@ class RewardSection:
         if not parts:
             raise ConfigError(
                 "no reward: give reward.function ('module:function'), reward.model (a path), or reward.parts"
+            )
+        if unknown := sorted(set(self.normalize) - set(parts)):
+            raise ConfigError(
+                f"reward.normalize.{unknown[0]}: the reward has no part of this name; there are: {', '.join(parts)}"
             )
         return parts
 

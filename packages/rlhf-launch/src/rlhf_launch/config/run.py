@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 from rlhf_algos import (
     LORA_RATE_FACTOR,
     CheckpointSection,
-    DataSection,
     DataSource,
     EvaluationSection,
     LengthSection,
@@ -25,6 +24,7 @@ from rlhf_algos import (
 from rlhf_core import ConfigError
 
 from rlhf_launch.config.bundles import BundleSection
+from rlhf_launch.config.data import OnlineDataSection, check_pretraining
 from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacementSection, shared_roles
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
@@ -107,6 +107,8 @@ class OnlineTrainSection(TrainSection):
     critic_optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     critic_warmup_steps: int = 0
     """Steps at the start in which only the critic is trained."""
+    pretrain_rows: int | None = None
+    """Rows of `data.pretrain` in each optimizer step of the policy; null for as many as it has samples."""
     score_before_update: ScoreBeforeUpdate = "auto"
     """See `ScoreBeforeUpdate`."""
     routing_replay: bool = False
@@ -179,7 +181,7 @@ class OnlineConfig:
     renamed_keys: ClassVar[Mapping[str, str]] = RENAMED
 
     model: ModelSection
-    data: DataSection
+    data: OnlineDataSection
     reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     lengths: LengthSection = field(default_factory=LengthSection)
@@ -238,6 +240,13 @@ class OnlineConfig:
 
     def _check_models(self) -> None:
         recipe = self.algorithm.recipe
+        check_pretraining(
+            self.data,
+            recipe,
+            self.algorithm.name,
+            temperature=self.rollout.sampling.temperature,
+            rows=self.train.pretrain_rows,
+        )
         if self.model.critic is not None and not recipe.needs_critic:
             raise ConfigError(
                 f"model.critic is set, but algorithm {self.algorithm.name!r} has no critic; leave it out"

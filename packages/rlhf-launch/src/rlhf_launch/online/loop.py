@@ -99,6 +99,7 @@ def run_steps(run: OnlineRun, on_step: OnStep | None = None) -> None:
         metrics |= clock.metrics(batch, overlapping=run.schedule.overlapping)
         metrics |= _take_idle_seconds(run)
         metrics |= sync.metrics
+        metrics |= run.state.scales.metrics
         run.reporter.step(step + 1, metrics, waited.prompts)
         for line in run.state.fitted.news():
             run.reporter.say(line)

@@ -13,6 +13,7 @@ from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut
 from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
+from rlhf_launch.samples.pretraining import PretrainingText, load_pretraining
 from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 from rlhf_launch.samples.sampling import gateway_class
@@ -29,6 +30,8 @@ class Inputs:
     dropped: int
     """Prompts left out for their length."""
     reward: CheckedReward
+    pretraining: PretrainingText | None = None
+    """What `data.pretrain` names."""
 
 
 def check_inputs(config: OnlineConfig) -> Inputs:
@@ -59,6 +62,7 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     reward = check_reward(config.reward, tokenizer, environment=agent, trust_remote_code=trusted)
     try:
         prompts, held_out, dropped = _prompts(config, tokenizer)
+        pretraining = load_pretraining(config.data, tokenizer, config.lengths, max_length=config.max_length)
         reward.check_columns(prompts.prompts, config.data.description, environment=agent)
         for name, found in held_out.items():
             reward.check_columns(found.prompts, f"evaluation set {name!r}", environment=agent)
@@ -72,6 +76,7 @@ def check_inputs(config: OnlineConfig) -> Inputs:
         held_out=held_out,
         dropped=dropped,
         reward=reward,
+        pretraining=pretraining,
     )
 
 

@@ -14,6 +14,7 @@ from rlhf_algos import (
     CheckpointStore,
     Recipe,
     Start,
+    data_fingerprint,
     naming_full_disk,
     open_run_directory,
     read_metrics,
@@ -30,7 +31,7 @@ from rlhf_launch.online.evaluation import Evaluation
 from rlhf_launch.online.loop import OnlineRun, OnStep, evaluate, restore, run_steps, save_early_end
 from rlhf_launch.online.preflight import Inputs, check_inputs
 from rlhf_launch.online.report import Reporter, plot_run
-from rlhf_launch.online.setup import open_run
+from rlhf_launch.online.setup import measure_rewards, open_run
 from rlhf_launch.placement.fill import filled_here
 from rlhf_launch.planning.command import say_plan
 
@@ -148,6 +149,7 @@ def _attempt(
             run = stack.enter_context(open_run(config, inputs, store, reporter, guests.stop))
             if begin is not None:
                 restore(run, begin)
+        measure_rewards(config, inputs, run)
         with _saved_on_early_end(run):
             if not step or is_evaluation_due(config, step):
                 evaluate(run, done=sets_evaluated(folder, step) if step else ())
@@ -212,7 +214,8 @@ def _fingerprint(config: OnlineConfig, inputs: Inputs) -> dict[str, Any]:
     model = config.model
     models = {"model.path": model.path, "model.reference": model.reference, "model.critic": model.critic}
     judges = {f"reward {name}": part.path for name, part in config.reward.engine_parts().items()}
-    return run_fingerprint(
+    pretrain = {f"data.pretrain[{place}]": data_fingerprint(one) for place, one in enumerate(config.data.pretrain)}
+    return pretrain | run_fingerprint(
         data=config.data.train, tokenizer=inputs.tokenizer, models={**models, **judges}, seed=config.seed
     )
 
@@ -225,6 +228,8 @@ def _describe(config: OnlineConfig, inputs: Inputs, console: Console) -> None:
     dropped = f" ({inputs.dropped} overlong ones dropped)" if inputs.dropped else ""
     sizes = [f"{name} {len(held_out.prompts)}" for name, held_out in inputs.held_out.items()]
     console.print(f"  data: {len(inputs.prompts.prompts)} prompts{dropped}, held out: {', '.join(sizes) or 'none'}")
+    if inputs.pretraining is not None:
+        console.print(f"  text beside the samples: {inputs.pretraining}", soft_wrap=True)
     for warning in config.warnings:
         console.print(f"  warning: {warning}", soft_wrap=True)
     if config.rollout.overlap is not None:

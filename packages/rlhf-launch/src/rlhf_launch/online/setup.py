@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,9 +28,11 @@ from rlhf_launch.placement.resolve import resolved
 from rlhf_launch.placement.start import Workers, executor_of, start_workers
 from rlhf_launch.samples.groups import GroupMaker, MakeGroups
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.pretraining import PretrainingStream, PretrainingText
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
 from rlhf_launch.samples.prompts import PromptStream
 from rlhf_launch.samples.reward import Rewarder, open_reward
+from rlhf_launch.samples.reward_scale import RewardScales
 from rlhf_launch.samples.sampling import (
     GATEWAY_MODEL,
     GroupSampler,
@@ -75,7 +78,8 @@ def open_run(
         sync = WeightSync(policy, pool, transports=transports, options=options)
         reporter.say(f"  weights travel by {sync.transport}")
         reporter.say(f"  {sync.prove()}")
-        reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer)
+        scales = RewardScales(config.reward.normalize)
+        reward, close = open_reward(inputs.reward, workers.training, inputs.tokenizer, scales)
         stack.callback(close)
         limit = config.placement.engine_restarts
         replacement = RolloutReplacement(workers.executor, pool, sync, limit=limit)
@@ -87,7 +91,7 @@ def open_run(
         prompts = prompt_stream(config, inputs)
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
-        trainer = open_trainer(config, workers)
+        trainer = open_trainer(config, workers, inputs.pretraining)
         if "policy" not in trainer.asked_before(config.train.critic_warmup_steps):
             reporter.say("  no scoring pass of the policy: each update takes its own log-probs, or the sampler's")
         state = RunState(
@@ -98,6 +102,7 @@ def open_run(
             schedule=CheckpointSchedule(every=config.checkpoint.every, minutes=config.checkpoint.minutes),
             background=config.checkpoint.in_background,
             fitted=fitted_roles(config, workers, trainer),
+            scales=scales,
         )
         yield OnlineRun(
             schedule=schedule_of(config),
@@ -153,6 +158,23 @@ def prompt_stream(config: OnlineConfig, inputs: Inputs) -> PromptStream:
     )
 
 
+def measure_rewards(config: OnlineConfig, inputs: Inputs, run: OnlineRun) -> None:
+    """Measure the scales of a reward that has none yet, on answers of the policy with its weights of now.
+
+    Raises:
+        ConfigError: the scores of a part do not differ.
+    """
+    scales = run.state.scales
+    if not (wanted := scales.prompts):
+        return
+    prompts = list(inputs.prompts.prompts)
+    drawn = random.Random(f"{config.seed}/reward-scale").sample(prompts, min(wanted, len(prompts)))
+    sampling = config.rollout.sampling
+    with scales.measuring(), run.stop.interruptible(), run.pool.generating():
+        run.make_groups(sampling).groups(drawn, label="reward-scale", samples=1, waits=run.pool.waits)
+    run.reporter.say(f"  rewards normalised by {len(drawn)} answers before the first step: {scales}")
+
+
 def schedule_of(config: OnlineConfig) -> Schedule:
     """What happens every so many steps."""
     return Schedule(
@@ -163,7 +185,23 @@ def schedule_of(config: OnlineConfig) -> Schedule:
     )
 
 
-def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
+def pretraining_stream(config: OnlineConfig, text: PretrainingText | None) -> PretrainingStream | None:
+    """The endless stream of text that the policy learns beside its samples; None without any."""
+    if text is None:
+        return None
+    train = config.train
+    rows = train.prompts_per_step * config.rollout.samples_per_prompt // train.minibatches
+    return PretrainingStream(
+        text,
+        seed=config.seed,
+        rows=rows if train.pretrain_rows is None else train.pretrain_rows,
+        updates=train.updates(1),
+        shuffle=config.data.shuffle,
+        mixed=any(source.weight is not None for source in config.data.pretrain),
+    )
+
+
+def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText | None = None) -> Trainer:
     """The training engines of a run with its algorithm."""
     return Trainer(
         policy=workers.training["policy"],
@@ -175,6 +213,7 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         plan=plan_of(config),
         rewards=tuple(group for name, group in workers.training.items() if name.startswith(REWARD)),
         one_at_a_time=workers.executor.one_process,
+        pretraining=pretraining_stream(config, text),
     )
 
 

@@ -11,6 +11,7 @@ from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.online.fitted_roles import FittedRoles
 from rlhf_launch.samples.producer import Producer
+from rlhf_launch.samples.reward_scale import RewardScales
 from rlhf_launch.samples.saved_groups import pack_groups, unpack_groups
 from rlhf_launch.workers.train_group import TrainGroup
 
@@ -32,6 +33,7 @@ class RunState:
         schedule: CheckpointSchedule | None = None,
         background: bool = False,
         fitted: FittedRoles | None = None,
+        scales: RewardScales | None = None,
     ) -> None:
         """Save and restore these parts of a run.
 
@@ -43,6 +45,7 @@ class RunState:
             schedule: when a checkpoint is due; without one only at the end.
             background: whether engines that can may write while training goes on.
             fitted: the sizes of micro-batches that engines find by trials.
+            scales: of normalised rewards.
         """
         self.store = store
         self.step = 0
@@ -52,6 +55,7 @@ class RunState:
         self.schedule = schedule or CheckpointSchedule()
         self._background = background
         self.fitted = fitted or FittedRoles()
+        self.scales = scales or RewardScales()
         self._unpublished: Unpublished | None = None
         self._accounts: tuple[dict[str, Any], list[ScoredGroup]] | None = None
 
@@ -78,6 +82,7 @@ class RunState:
         self.schedule.saved()
         accounts, groups = self._accounts or self._producer.state()
         state = {**accounts, "kl": self._kl.state_dict(), "fitted_tokens": self.fitted.state()}
+        state["reward_scales"] = self.scales.state()
         unpublished = self.store.begin(self.step, state, pack_groups(groups))
         for engine in self._engines:
             engine.save(unpublished.folder / engine.name, background=self._background)
@@ -105,6 +110,7 @@ class RunState:
         for engine in self._engines:
             engine.load(saved.path / engine.name)
         self.fitted.restore(saved.state["fitted_tokens"])
+        self.scales.restore(saved.state.get("reward_scales", {}))
         self._kl.load_state_dict(saved.state["kl"])
         self.step = saved.step
         self._producer.restore(saved.state, unpack_groups(saved.tensors()), step=self.step)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from rlhf_algos import KLController, Recipe
+from rlhf_algos import KLController, LearnsText, Recipe, mix_pretraining
 from rlhf_core import Metric, RaggedBatch, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
 from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import rows_of_groups, staleness
+from rlhf_launch.samples.pretraining import PretrainingStream
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
 from rlhf_launch.workers.prepare import columns_of_rows, in_parts, prepare_rows
@@ -69,6 +70,8 @@ class Trainer:
     plan: UpdatePlan = field(default_factory=UpdatePlan)
     rewards: tuple[TrainGroup, ...] = ()
     """Reward models, which score samples as they come; here for their idle seconds."""
+    pretraining: PretrainingStream | None = None
+    """Text that the policy learns beside its samples."""
     one_at_a_time: bool = False
     """Whether all roles share the cores of one process, so that nothing is won by working at the same time."""
 
@@ -113,6 +116,7 @@ class Trainer:
             | before
             | measured
             | self.memory()
+            | ({} if self.pretraining is None else {"ptx_passes": self.pretraining.passes(step + 1)})
             | {"kl_coef": kl_coef, "scoring_pass": float("policy" in asked)}
         )
         trace.metrics = metrics
@@ -184,19 +188,31 @@ class Trainer:
         }
         if trace.order is None:
             trace.order = self.plan.order(batch["group_ids"].tolist(), step, ranks=self.policy.ranks)
+        if trace.pretraining is None and self.pretraining is not None and "policy" in work:
+            trace.pretraining = self.pretraining.of_step(step)
         # Where they share devices, each takes all its steps in one turn: to change places costs seconds.
         apart = not self.one_at_a_time and "policy" not in self.policy.devices.neighbours("critic")
         for turn in [list(work)] if apart else [[role] for role in work]:
-            for rows in trace.order:
+            for place, rows in enumerate(trace.order):
                 minibatch = batch.select(rows)
 
-                def begin(role: str, minibatch: RaggedBatch = minibatch) -> Begun[StepReport]:
+                def begin(role: str, place: int = place, minibatch: RaggedBatch = minibatch) -> Begun[StepReport]:
                     group, loss = work[role]
+                    if role == "policy":
+                        minibatch = self._with_text(minibatch, trace.pretraining, place)
                     return group.begin_step(minibatch, loss)
 
                 for role, report in self._together(turn, begin).items():
                     trace.reports.setdefault(role, []).append(report)
         return trace.reports
+
+    def _with_text(self, minibatch: RaggedBatch, text: RaggedBatch | None, place: int) -> RaggedBatch:
+        """The samples of an optimizer step, of several of a step of the loop, with its share of the step's text."""
+        if text is None or not isinstance(self.recipe, LearnsText):
+            return minibatch
+        share = text.rows // (self.plan.minibatches * self.plan.epochs)
+        rows = text.select(range(place * share, (place + 1) * share))
+        return mix_pretraining(minibatch, rows, self.recipe.ptx_coef, self.recipe.policy_loss().config)
 
     def _together(self, roles: Sequence[str], begin: Callable[[str], Begun[T]]) -> dict[str, T]:
         """Results of work of all roles, by role: at the same time, in turns where they share devices."""

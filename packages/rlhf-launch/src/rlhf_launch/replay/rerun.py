@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rlhf_core import Batch, Role, check_model_path
+from rlhf_core import Batch, RaggedBatch, Role, check_model_path
 
 from rlhf_launch.bundles.bundle import Bundle, read_bundle
 from rlhf_launch.bundles.trace import StepTrace
@@ -172,6 +172,7 @@ class _Rerun:
         )
         trainer.kl.load_state_dict(bundle.kl_state)
         trace = StepTrace(step=bundle.step, groups=samples, order=self._comparable_order())
+        trace.pretraining = self._text()
         error = None
         partings = self._beside_the_sampler(trainer, collate_groups(samples))
         try:
@@ -187,6 +188,14 @@ class _Rerun:
             partings += part_batches(then, trace.batch.padded(), self.tolerance)
         partings += self._reports(trace)
         return trace, partings, error
+
+    def _text(self) -> RaggedBatch | None:
+        """The text of then; None where the settings of now leave it out."""
+        text = self.bundle.pretraining()
+        if text is None or self.config.data.pretrain:
+            return text
+        self.notes.append("the text of data.pretrain is left out, as the settings of now say")
+        return None
 
     def _comparable_order(self) -> list[list[int]] | None:
         """The minibatches of then, up to where the optimizer's own state begins to matter."""

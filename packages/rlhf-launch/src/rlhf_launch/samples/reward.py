@@ -21,6 +21,7 @@ from rlhf_rollout import (
 from rlhf_launch.config.placement import REWARD
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.samples.reward_scale import RewardScales
 from rlhf_launch.workers.train_group import TrainGroup
 
 _WITH_EPISODES = frozenset({"turns", "earned", "environment"})
@@ -143,7 +144,7 @@ def check_reward(
 
 
 def open_reward(
-    checked: CheckedReward, groups: Mapping[str, TrainGroup], tokenizer: Any
+    checked: CheckedReward, groups: Mapping[str, TrainGroup], tokenizer: Any, scales: RewardScales | None = None
 ) -> tuple[RewardFunction, Callable[[], None]]:
     """Put the reward together; returns it with the function that closes it.
 
@@ -151,7 +152,9 @@ def open_reward(
         checked: the parts.
         groups: the ranks of the reward models, by `reward <part>`.
         tokenizer: the policy's.
+        scales: normalise parts; without them scores are what they are.
     """
+    scales = scales or RewardScales()
     rewards: dict[str, RewardFunction] = {}
     for name, part in checked.parts.items():
         if isinstance(part, EngineRewardConfig):
@@ -159,7 +162,8 @@ def open_reward(
             reward = part.make(groups[f"{REWARD}{name}"], name=name, tokenizer=its_own, policy_tokenizer=tokenizer)
         else:
             reward = checked.ready[name]
-        rewards[name] = RobustReward(reward, part.on_failure or checked.on_failure, name=name)
+        robust = RobustReward(reward, part.on_failure or checked.on_failure, name=name)
+        rewards[name] = scales.of(name, robust)
     if not checked.combined:
         (alone,) = rewards.values()
         return alone, alone.close  # type: ignore[attr-defined]

@@ -29,6 +29,9 @@ class BradleyTerryConfig:
     center_coef: float = 0.0
     """Weight of (score_chosen + score_rejected)^2, which keeps scores around zero (Eisenstein et al. 2023; TRL's
     `center_rewards_coefficient`)."""
+    keep_scale: bool = False
+    """Write mean and deviation of the scores of all held-out answers (without any: of those trained on) into the
+    exported model's config, by which engines then normalise its scores (OpenRLHF's `normalize_reward`)."""
 
     def __post_init__(self) -> None:
         check_choices("bradley_terry", self, loss=RewardLoss)

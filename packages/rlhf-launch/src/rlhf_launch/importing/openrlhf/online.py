@@ -77,8 +77,10 @@ ONLINE: Mapping[str, Rule] = {
     "save_value_network": missing("the critic's weights are in the checkpoints"),
     "enable_ema": combined(),
     "ema_beta": combined(),
-    "ptx_coef": missing("`mix_pretraining` of rlhf_algos in a loop of your own"),
-    "pretrain_data": missing("`mix_pretraining` of rlhf_algos in a loop of your own"),
+    "ptx_coef": combined(),
+    "pretrain_data": combined(),
+    "pretrain_data_probs": combined(),
+    "pretrain_split": combined(),
     "advantage_estimator": combined(),
     "policy_loss_type": combined(),
     "no_advantage_std_norm": combined(),
@@ -128,6 +130,7 @@ ONLINE_DEFAULTS: Mapping[str, Any] = {
     "lambd": 1,
     "eps_clip": 0.2,
     "value_clip": 0.5,
+    "ptx_coef": 0.05,
     "init_kl_coef": 0.01,
     "kl_estimator": "k1",
     "reward_clip_range": [-10, 10],
@@ -150,6 +153,7 @@ def online_run(draft: Draft) -> str:
     write_template(draft)
     _write_lengths(draft)
     _write_data(draft)
+    _write_pretraining(draft)
     _write_reward(draft)
     _write_algorithm(draft)
     _write_batches(draft)
@@ -203,8 +207,26 @@ def _write_data(draft: Draft) -> None:
         )
 
 
+def _write_pretraining(draft: Draft) -> None:
+    """Text beside the samples, which needs both a weight (theirs has a default) and data."""
+    if not draft.on("pretrain_data"):
+        if draft.on("ptx_coef"):
+            draft.noted("ptx_coef", "without --pretrain_data it changes nothing, as in OpenRLHF")
+        return
+    if float(draft.value("temperature")) != 1:
+        why = "the likelihood of a text is that at temperature 1, and here a step has one temperature: write 1"
+        draft.refused("pretrain_data", why)
+        return
+    draft.put("algorithm.ptx_coef", float(draft.value("ptx_coef")))
+    split, columns = str(draft.value("pretrain_split", "train")), {"text": str(draft.value("input_key"))}
+    sources = datasets(draft, "pretrain_data", "pretrain_data_probs", split=split, columns=columns, limited=False)
+    draft.put("data.pretrain", sources)
+    draft.noted("pretrain_data", "rows longer than the longest sample are cut")
+
+
 def _write_reward(draft: Draft) -> None:
     agent, remote = draft.value("agent_func_path"), draft.value("remote_rm_url")
+    models: list[str] = []
     if agent:
         module = PurePosixPath(str(agent)).stem
         draft.put("rollout.agent", {"environment": f"{module}:Environment"})
@@ -241,10 +263,13 @@ def _write_reward(draft: Draft) -> None:
         if agent or remote:
             draft.noted("normalize_reward", "without a reward model it changes nothing, as in OpenRLHF")
         else:
-            draft.put("algorithm.shaping.normalize", True)
+            parts = ["model"] if len(models) == 1 else [f"model_{place}" for place in range(len(models))]
+            draft.put("reward.normalize", {part: {"source": "measured"} for part in parts})
             draft.noted(
                 "normalize_reward",
-                "by mean and deviation of the batch; OpenRLHF takes those that it stored with its reward model",
+                "by mean and deviation of the first answers; OpenRLHF takes `mean` and `std` of the reward model's "
+                "config.json: for these write source: given with both (of a model of `rlhf offline rm` with "
+                "keep_scale leave it out: engines find the numbers)",
             )
 
 

@@ -2,8 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_core import ConfigError, OneRank
-from rlhf_train.reward_scale import RewardScale, measured_scale
+from rlhf_core import ConfigError, OneRank, RewardScale, measured_scale
 
 
 def model(**config):

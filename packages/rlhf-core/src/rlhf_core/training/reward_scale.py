@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core import ConfigError, Ranks
 from torch import Tensor
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.training.accumulation import Ranks
 
 _MEAN, _DEVIATION = "reward_mean", "reward_std"
 
@@ -33,7 +36,12 @@ class RewardScale:
         Raises:
             ConfigError: the config has a mean without a deviation or the other way round, or one of no use.
         """
-        mean, deviation = (getattr(model.config, name, None) for name in (_MEAN, _DEVIATION))
+        return cls.of_config({name: getattr(model.config, name, None) for name in (_MEAN, _DEVIATION)})
+
+    @classmethod
+    def of_config(cls, settings: Mapping[str, Any]) -> RewardScale | None:
+        """The same, of what a model's config.json holds."""
+        mean, deviation = settings.get(_MEAN), settings.get(_DEVIATION)
         if mean is None and deviation is None:
             return None
         if mean is None or deviation is None:
@@ -42,8 +50,12 @@ class RewardScale:
 
     def store(self, model: Any) -> None:
         """Put the scale into the model's config: from there it is exported with the model."""
-        setattr(model.config, _MEAN, self.mean)
-        setattr(model.config, _DEVIATION, self.std)
+        for name, value in self.as_config().items():
+            setattr(model.config, name, value)
+
+    def as_config(self) -> dict[str, float]:
+        """The keys of a model's config that hold it."""
+        return {_MEAN: self.mean, _DEVIATION: self.std}
 
     def apply(self, scores: Tensor) -> Tensor:
         """Normalised scores."""
