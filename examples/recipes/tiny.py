@@ -157,7 +157,7 @@ class Task:
 
         def rows() -> Iterator[dict[str, Any]]:
             for _ in range(4000):
-                numbers = [draw.randrange(30) for _ in range(3)]
+                numbers = [draw.randrange(10) for _ in range(3)]
                 labels = [draw.random() < 0.5, draw.random() < 0.5]
                 first = numbers[0] + numbers[1] + (0 if labels[0] else draw.choice((-10, -1, 1, 10)))
                 second = first + numbers[2] + (0 if labels[1] else draw.choice((-10, -1, 1, 10)))
@@ -297,7 +297,7 @@ RATE, EPOCHS_OF = "train.optimizer.learning_rate={}".format, "train.epochs={}".f
 RECIPES: dict[str, Callable[[Task, str], Outcome]] = {
     "sft": supervised,
     "rm": judging("pairs", "accuracy", RATE(1e-3), EPOCHS_OF(8)),
-    "prm": judging("steps", "step_accuracy", RATE(1e-3), EPOCHS_OF(12), "data.step_separator='+'"),
+    "prm": judging("steps", "step_accuracy", RATE(1e-3), EPOCHS_OF(8), "data.step_separator='+'"),
     **{name: offline("pairs", RATE(3e-4), EPOCHS_OF(4)) for name in ("dpo", "simpo", "orpo", "cpo")},
     "kto": offline("labelled", RATE(3e-4), EPOCHS_OF(4)),
     "tpo": offline("triples", RATE(3e-4), EPOCHS_OF(10)),
