@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -149,31 +150,23 @@ def _chosen(usable: Sequence[_Usable], config: SelectionConfig, seed: int) -> It
         return
     rule: Callable[[_Usable, Random], _Made]
     if isinstance(config, PairsConfig):
-
-        def rule(one: _Usable, draw: Random) -> _Made:
-            return _pair(one, config, draw)
-
+        rule = partial(_pair, config=config)
     elif isinstance(config, LabelsConfig):
-
-        def rule(one: _Usable, draw: Random) -> _Made:
-            return _labelled(one, config)
-
+        rule = partial(_labelled, config=config)
     else:
         floor = None
         if isinstance(config, QuantileConfig) and config.of == "all" and usable:
             floor = quantile([score for one in usable for score in one.scores], config.quantile)
-
-        def rule(one: _Usable, draw: Random) -> _Made:
-            return _kept(one.distinct(), config, floor, draw)
-
+        rule = partial(_kept, config=config, floor=floor)
     for one in usable:
         yield rule(one, Random(f"{seed}/{one.group.prompt_id}"))
 
 
 def _kept(
-    one: _Usable, config: BestOfNConfig | ThresholdConfig | QuantileConfig, floor: float | None, draw: Random
+    one: _Usable, draw: Random, *, config: BestOfNConfig | ThresholdConfig | QuantileConfig, floor: float | None
 ) -> _Made:
     """The answers to learn, a row each."""
+    one = one.distinct()
     if isinstance(config, BestOfNConfig):
         places, why = best_of_n(one.scores, k=config.k, draw=draw), ""
     elif isinstance(config, ThresholdConfig):
@@ -186,7 +179,7 @@ def _kept(
     return rows, [one.answers[p] for p in places], why
 
 
-def _pair(one: _Usable, config: PairsConfig, draw: Random) -> _Made:
+def _pair(one: _Usable, draw: Random, *, config: PairsConfig) -> _Made:
     texts = [answer.text for answer in one.answers]
     found = pair_of(one.scores, texts, rejected=config.rejected, min_margin=config.min_margin, draw=draw)
     if isinstance(found, str):
@@ -197,7 +190,7 @@ def _pair(one: _Usable, config: PairsConfig, draw: Random) -> _Made:
     return [row], [one.answers[chosen], one.answers[rejected]], ""
 
 
-def _labelled(one: _Usable, config: LabelsConfig) -> _Made:
+def _labelled(one: _Usable, draw: Random, *, config: LabelsConfig) -> _Made:
     labels = desirable(one.scores, config.threshold)
     places = [place for place, label in enumerate(labels) if label is not None]
     rows = [_row(one, completion=one.answers[p]) | {"label": labels[p], "score": one.scores[p]} for p in places]
