@@ -27,7 +27,9 @@ def test_the_written_file_is_a_configuration_of_ours(group, name, made):
         assert "rm has no counterpart" in str(made) or "serve_rm" in str(made)
         return
     written = yaml.safe_load(as_yaml(made))
-    kind = {"train": OnlineConfig, "generate": GenerateConfig}.get(made.command.split()[1], OfflineConfig)
+    kind = {"train": OnlineConfig, "generate": GenerateConfig, "score": GenerateConfig}.get(
+        made.command.split()[1], OfflineConfig
+    )
     assert from_mapping(kind, written, source=name) == from_mapping(kind, made.settings, source=name)
     known = {field.name for field in dataclasses.fields(load_plugin(TRAIN_ENGINES, "deepspeed").options_type)}
     assert set(made.settings.get("train", {}).get("options", {})) <= known
