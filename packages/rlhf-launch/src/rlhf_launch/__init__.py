@@ -6,8 +6,8 @@
 
 Runs: `train`, `generate`, `score`, `train_offline`, `iterate` and `check_mismatch` take a configuration and block
 until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines,
-weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked for,
-so that importing this package costs nothing.
+weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked
+for, so that importing this package costs nothing.
 """
 
 from importlib import import_module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,8 @@ class SelectionReport:
     answers: int
     unscored: int
     """Answers that cannot be chosen: the reward dropped them, or they are cut off and to be left out."""
+    mean_score: float | None
+    """Of all answers that have a score, chosen or not."""
     rows: int
     """Rows that were made."""
     answers_chosen: int
@@ -126,7 +129,9 @@ def select(groups: Sequence[PromptAnswers], config: SelectionConfig, *, seed: in
             left_out.setdefault(why, []).append(one.group.prompt_id)
         rows += made
         chosen += answers
+    scores = [a.score for group in groups for a in group.answers if a.score is not None]
     report = SelectionReport(
+        mean_score=math.fsum(scores) / len(scores) if scores else None,
         prompts=len(groups),
         answers=sum(len(group.answers) for group in groups),
         unscored=unscored,
