@@ -5,7 +5,7 @@ import pytest
 import rlhf_launch
 import yaml
 from rlhf_algos import OfflineConfig, from_mapping, load_config
-from rlhf_launch import OnlineConfig
+from rlhf_launch import OnlineConfig, RoundsConfig
 
 FOLDER = Path(__file__).parents[3] / "examples"
 EXAMPLES = sorted(FOLDER.glob("**/*.yaml"))
@@ -14,8 +14,19 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_configuration(path):
-    online = "rollout" in yaml.safe_load(path.read_text())
-    assert load_config(OnlineConfig if online else OfflineConfig, path)
+    content = yaml.safe_load(path.read_text())
+    kind = RoundsConfig if "rounds" in content else OnlineConfig if "rollout" in content else OfflineConfig
+    assert load_config(kind, path)
+
+
+ROUNDS = FOLDER.parent / "docs" / "rounds.md"
+
+
+@pytest.mark.skipif(not ROUNDS.exists(), reason="the docs are not beside the packages here")
+def test_the_files_of_the_page_on_rounds_are_configurations():
+    files = re.findall(r"```yaml\n(.*?)```", ROUNDS.read_text(encoding="utf-8"), re.DOTALL)
+    kinds = [from_mapping(RoundsConfig, yaml.safe_load(file), source="rounds.md").select.kind for file in files]
+    assert kinds == ["best_of_n", "pairs", "conditional"]
 
 
 def blocks(language):

@@ -66,8 +66,13 @@ def test_all_is_sorted_and_pinned():
         "RolloutPool",
         "RolloutReplacement",
         "RolloutSection",
+        "RoundEvaluationSection",
+        "RoundResult",
+        "RoundsConfig",
+        "RoundsResult",
         "RunResult",
         "Schedule",
+        "ScoringReport",
         "SimulatedRun",
         "Simulation",
         "SimulationReport",
@@ -94,6 +99,7 @@ def test_all_is_sorted_and_pinned():
         "forecast",
         "generate",
         "greedy_sampling",
+        "iterate",
         "open_executor",
         "open_producer",
         "open_reward",
@@ -114,6 +120,8 @@ def test_all_is_sorted_and_pinned():
         "rows_of_groups",
         "run_steps",
         "schedule_of",
+        "score",
+        "select_answers",
         "spared_collector",
         "staleness",
         "start_workers",
@@ -138,7 +146,9 @@ def test_a_function_is_not_hidden_by_a_folder_of_its_name():
     import rlhf_launch.offline.run
     import rlhf_launch.online.run
 
-    assert all(callable(getattr(rlhf_launch, name)) for name in ("train", "generate", "train_offline"))
+    assert all(
+        callable(getattr(rlhf_launch, name)) for name in ("train", "generate", "train_offline", "score", "iterate")
+    )
 
 
 def test_type_checkers_see_the_same_names():

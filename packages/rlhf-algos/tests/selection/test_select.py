@@ -69,6 +69,7 @@ def test_best_of_n_gives_a_row_of_tokens_and_text_for_each_prompt_that_has_an_an
     }
     report = found.report
     assert (report.prompts, report.answers, report.unscored, report.rows) == (5, 15, 6, 4)
+    assert report.mean_score == pytest.approx(5.8 / 9)
     assert report.left_out == {"no answer with a score": ("2",)}
     assert "1 prompts gave none, no answer with a score: 2" in report.lines()
     assert texts(select(groups, BestOfNConfig(k=2)))[:2] == ["0-1", "0-2"]
@@ -201,6 +202,7 @@ def test_bad_rows_are_named(write, rows, message):
         (PairsConfig, {"min_margin": -1}, "min_margin must not be negative"),
         (ConditionalConfig, {"levels": 1}, "levels must be at least 2"),
         (ConditionalConfig, {"template": "{prompt}"}, "must have {attributes} once"),
+        (ConditionalConfig, {"template": "{prompt}{attributes}{}"}, "stands for {prompt} elsewhere"),
     ],
 )
 def test_bad_rules(kind, settings, message):

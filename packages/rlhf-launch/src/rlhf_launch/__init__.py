@@ -4,10 +4,10 @@
 >>> from rlhf_launch import OnlineConfig, train                                  # doctest: +SKIP
 >>> result = train(load_config(OnlineConfig, "examples/gsm8k.yaml"))             # doctest: +SKIP
 
-Runs: `train`, `generate`, `train_offline` and `check_mismatch` take a configuration and block until they are done,
-also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines, weight sync;
-`examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked for, so that
-importing this package costs nothing.
+Runs: `train`, `generate`, `score`, `train_offline`, `iterate` and `check_mismatch` take a configuration and block
+until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines,
+weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked
+for, so that importing this package costs nothing.
 """
 
 from importlib import import_module
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from rlhf_launch.replay.parting import Parting
     from rlhf_launch.replay.rerun import replay_step
     from rlhf_launch.replay.result import Replay
+    from rlhf_launch.rounds.config import RoundEvaluationSection, RoundsConfig
+    from rlhf_launch.rounds.run import RoundResult, RoundsResult, iterate
     from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, rows_of_groups, staleness
     from rlhf_launch.samples.ledger import Ledger, LedgerLimits
     from rlhf_launch.samples.producer import CollectReport, Producer, ProducerConfig
@@ -61,7 +63,9 @@ if TYPE_CHECKING:
         trajectories_of,
     )
     from rlhf_launch.samples.saved_groups import pack_groups
+    from rlhf_launch.scoring.run import ScoringReport, score
     from rlhf_launch.seeds import request_seed
+    from rlhf_launch.selection.run import select_answers
     from rlhf_launch.simulation.forecast import Alternatives, Forecast, forecast
     from rlhf_launch.simulation.records import RecordedRun, RecordedSetting, read_run, recorded
     from rlhf_launch.simulation.run import SimulatedRun, Simulation, SimulationReport
@@ -111,6 +115,8 @@ _MODULES = {
     "replay.parting": ("Parting",),
     "replay.rerun": ("replay_step",),
     "replay.result": ("Replay",),
+    "rounds.config": ("RoundEvaluationSection", "RoundsConfig"),
+    "rounds.run": ("RoundResult", "RoundsResult", "iterate"),
     "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "rows_of_groups", "staleness"),
     "samples.ledger": ("Ledger", "LedgerLimits"),
     "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
@@ -124,7 +130,9 @@ _MODULES = {
         "response_sampler",
         "trajectories_of",
     ),
+    "scoring.run": ("ScoringReport", "score"),
     "seeds": ("request_seed",),
+    "selection.run": ("select_answers",),
     "simulation.forecast": ("Alternatives", "Forecast", "forecast"),
     "simulation.records": ("RecordedRun", "RecordedSetting", "read_run", "recorded"),
     "simulation.run": ("SimulatedRun", "Simulation", "SimulationReport"),
@@ -197,8 +205,13 @@ __all__ = [
     "RolloutPool",
     "RolloutReplacement",
     "RolloutSection",
+    "RoundEvaluationSection",
+    "RoundResult",
+    "RoundsConfig",
+    "RoundsResult",
     "RunResult",
     "Schedule",
+    "ScoringReport",
     "SimulatedRun",
     "Simulation",
     "SimulationReport",
@@ -225,6 +238,7 @@ __all__ = [
     "forecast",
     "generate",
     "greedy_sampling",
+    "iterate",
     "open_executor",
     "open_producer",
     "open_reward",
@@ -245,6 +259,8 @@ __all__ = [
     "rows_of_groups",
     "run_steps",
     "schedule_of",
+    "score",
+    "select_answers",
     "spared_collector",
     "staleness",
     "start_workers",

@@ -14,6 +14,7 @@ from rlhf_launch.cli.main import app
 from rlhf_launch.config.printing import printed
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.run import OnlineConfig
+from rlhf_launch.rounds.config import RoundsConfig
 from typer.testing import CliRunner
 
 ONLINE = {"model": "m", "data": {"train": "a.jsonl"}, "reward": {"function": "m:f"}}
@@ -28,6 +29,22 @@ def test_every_method_has_a_file_to_start_from(method, full, tmp_path):
     config = load_config(OnlineConfig if method in NAMED_RECIPES else OfflineConfig, path)
     assert config.algorithm.name == method
     assert config.data.train[0].path == "data.jsonl"
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("name", "method", "kind"),
+    [
+        ("raft", "sft", "best_of_n"),
+        ("iterative-dpo", "dpo", "pairs"),
+        ("conditional_sft", "sft", "conditional"),
+    ],
+)
+def test_every_way_to_go_in_rounds_has_a_file_to_start_from(name, method, kind, full, tmp_path):
+    path = tmp_path / "start.yaml"
+    path.write_text(starting_file(name, full=full))
+    config = load_config(RoundsConfig, path)
+    assert (config.algorithm.name, config.select.kind) == (method, kind)
 
 
 def test_init_writes_once_and_knows_its_methods(tmp_path):

@@ -1,5 +1,7 @@
 """Single flags, by what they become."""
 
+import shlex
+
 import pytest
 from rlhf_core import ConfigError
 from rlhf_launch.importing.engine import Outcome
@@ -10,6 +12,7 @@ from rlhf_launch.importing.openrlhf.online import ONLINE
 from rlhf_launch.importing.report import account, as_yaml
 from rlhf_launch.importing.trl.command import import_trl
 from rlhf_launch.importing.verl.command import import_verl
+from rlhf_launch.selection.run import read_rule
 
 PPO = "--pretrain m --reward_pretrain r --prompt_data d --max_samples 2048"
 RUN = "--pretrain m --dataset d"
@@ -138,6 +141,54 @@ def test_the_account(entry, flags, setting, outcome, note):
     assert finding.outcome is outcome
     assert note in finding.note
     assert made.complete == (outcome not in (Outcome.UNAVAILABLE, Outcome.UNKNOWN))
+
+
+INFERENCE = "--pretrain m --dataset d.jsonl --output_path o.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "command", "key", "value"),
+    [
+        ("--eval_task generate --best_of_n 4", "rlhf generate", "rollout.samples_per_prompt", 4),
+        ("--eval_task generate --iter 0 --rollout_batch_size 100", "rlhf generate", "data.train.0.limit", 100),
+        ("--eval_task generate --iter 0 --max_samples 7", "rlhf generate", "data.train.0.limit", 7),
+        ("--eval_task generate --enable_csft --csft_prompt <s>:5", "rlhf generate", "data.prompt_template",
+         "{}<s>:5 "),
+        ("--eval_task rm", "rlhf score", "reward.model", "m"),
+        ("--eval_task rm", "rlhf score", "data.train", [{"path": "d.jsonl"}]),
+        ("--eval_task rm", "rlhf score", "output", "o.jsonl"),
+        ("--eval_task rm --input_key chosen", "rlhf score", "data.train.0.columns", {"messages": "chosen"}),
+        ("--eval_task rm --input_key q --output_key a", "rlhf score", "data.train.0.columns",
+         {"prompt": "q", "response": "a"}),
+        ("--eval_task rm --post_processor rs", "rlhf score", "output", "o.scored.jsonl"),
+    ],
+)  # fmt: skip
+def test_batch_inference_generates_or_scores(flags, command, key, value):
+    made = import_openrlhf(["openrlhf.cli.batch_inference", *INFERENCE.split(), *flags.split()])
+    assert made.complete
+    assert made.command == command
+    assert at(made, key) == value
+
+
+@pytest.mark.parametrize(
+    ("processor", "rule"), [("rs", "best_of_n"), ("iter_dpo", "pairs"), ("csft", "conditional")]
+)
+def test_what_follows_a_scored_file_is_chosen_by_a_command_of_its_own(processor, rule):
+    flags = f"{INFERENCE} --eval_task rm --post_processor {processor}".split()
+    made = import_openrlhf(["openrlhf.cli.batch_inference", *flags])
+    (remark,) = made.remarks
+    assert remark.startswith(f"Then run: rlhf select {rule} o.scored.jsonl -o o.jsonl")
+    # What comes after is read as the command reads it.
+    settings = shlex.split(remark.partition("-o o.jsonl")[2])
+    assert (len(settings), bool(read_rule(rule, settings))) == (int(rule == "conditional"), True)
+
+
+def test_later_iterations_and_other_tasks_are_refused():
+    made = import_openrlhf(["openrlhf.cli.batch_inference", *f"{INFERENCE} --eval_task generate --iter 2".split()])
+    assert [finding.setting for finding in made.left_out] == ["--iter"]
+    assert "rows 4097 to 6144" in made.left_out[0].note
+    with pytest.raises(ConfigError, match="known are generate_vllm, generate and rm"):
+        import_openrlhf(["openrlhf.cli.batch_inference", *f"{INFERENCE} --eval_task judge".split()])
 
 
 def test_a_key_of_an_account_is_printed_nowhere():

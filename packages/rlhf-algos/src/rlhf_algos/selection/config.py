@@ -122,6 +122,10 @@ class ConditionalConfig(SelectionRule):
         for part in ("{prompt}", "{attributes}"):
             if self.template.count(part) != 1:
                 raise ConfigError(f"select: template must have {part} once, found {self.template!r}")
+        if "{}" in self.template:
+            raise ConfigError(
+                f"select: template has {{}}, which stands for {{prompt}} elsewhere: {self.template!r}"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:

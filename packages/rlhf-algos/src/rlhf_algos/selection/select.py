@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -45,6 +47,8 @@ class SelectionReport:
     answers: int
     unscored: int
     """Answers that cannot be chosen: the reward dropped them, or they are cut off and to be left out."""
+    mean_score: float | None
+    """Of all answers that have a score, chosen or not."""
     rows: int
     """Rows that were made."""
     answers_chosen: int
@@ -125,7 +129,9 @@ def select(groups: Sequence[PromptAnswers], config: SelectionConfig, *, seed: in
             left_out.setdefault(why, []).append(one.group.prompt_id)
         rows += made
         chosen += answers
+    scores = [a.score for group in groups for a in group.answers if a.score is not None]
     report = SelectionReport(
+        mean_score=math.fsum(scores) / len(scores) if scores else None,
         prompts=len(groups),
         answers=sum(len(group.answers) for group in groups),
         unscored=unscored,
@@ -149,31 +155,23 @@ def _chosen(usable: Sequence[_Usable], config: SelectionConfig, seed: int) -> It
         return
     rule: Callable[[_Usable, Random], _Made]
     if isinstance(config, PairsConfig):
-
-        def rule(one: _Usable, draw: Random) -> _Made:
-            return _pair(one, config, draw)
-
+        rule = partial(_pair, config=config)
     elif isinstance(config, LabelsConfig):
-
-        def rule(one: _Usable, draw: Random) -> _Made:
-            return _labelled(one, config)
-
+        rule = partial(_labelled, config=config)
     else:
         floor = None
         if isinstance(config, QuantileConfig) and config.of == "all" and usable:
             floor = quantile([score for one in usable for score in one.scores], config.quantile)
-
-        def rule(one: _Usable, draw: Random) -> _Made:
-            return _kept(one.distinct(), config, floor, draw)
-
+        rule = partial(_kept, config=config, floor=floor)
     for one in usable:
         yield rule(one, Random(f"{seed}/{one.group.prompt_id}"))
 
 
 def _kept(
-    one: _Usable, config: BestOfNConfig | ThresholdConfig | QuantileConfig, floor: float | None, draw: Random
+    one: _Usable, draw: Random, *, config: BestOfNConfig | ThresholdConfig | QuantileConfig, floor: float | None
 ) -> _Made:
     """The answers to learn, a row each."""
+    one = one.distinct()
     if isinstance(config, BestOfNConfig):
         places, why = best_of_n(one.scores, k=config.k, draw=draw), ""
     elif isinstance(config, ThresholdConfig):
@@ -186,7 +184,7 @@ def _kept(
     return rows, [one.answers[p] for p in places], why
 
 
-def _pair(one: _Usable, config: PairsConfig, draw: Random) -> _Made:
+def _pair(one: _Usable, draw: Random, *, config: PairsConfig) -> _Made:
     texts = [answer.text for answer in one.answers]
     found = pair_of(one.scores, texts, rejected=config.rejected, min_margin=config.min_margin, draw=draw)
     if isinstance(found, str):
@@ -197,7 +195,7 @@ def _pair(one: _Usable, config: PairsConfig, draw: Random) -> _Made:
     return [row], [one.answers[chosen], one.answers[rejected]], ""
 
 
-def _labelled(one: _Usable, config: LabelsConfig) -> _Made:
+def _labelled(one: _Usable, draw: Random, *, config: LabelsConfig) -> _Made:
     labels = desirable(one.scores, config.threshold)
     places = [place for place, label in enumerate(labels) if label is not None]
     rows = [_row(one, completion=one.answers[p]) | {"label": labels[p], "score": one.scores[p]} for p in places]

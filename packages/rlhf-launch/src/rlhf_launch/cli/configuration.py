@@ -36,6 +36,19 @@ _OFFLINE_KEYS = (
     *("train.optimizer.schedule", "train.optimizer.warmup", "train.max_tokens_per_micro_batch"),
     *("train.gradient_checkpointing", "evaluation.every", "checkpoint.every", "output", "seed"),
 )
+_ROUND_KEYS = (
+    *("model.path", "model.lora", "data.train", "data.chat", "reward.function", "rounds", "scoring"),
+    *("rollout.samples_per_prompt", "rollout.sampling.max_tokens", "rollout.sampling.temperature", "select"),
+    *("algorithm", "reference", "lengths.max_prompt_tokens", "train.ranks", "train.batch_size", "train.epochs"),
+    *("train.optimizer.learning_rate", "train.max_tokens_per_micro_batch", "evaluation.data"),
+    *("evaluation.samples", "checkpoint.every", "output", "seed"),
+)
+_ROUNDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "raft": ("sft", {"kind": "best_of_n"}),
+    "iterative_dpo": ("dpo", {"kind": "pairs"}),
+    "conditional_sft": ("sft", {"kind": "conditional"}),
+}
+"""Ways to go in rounds: the method, and what it trains on."""
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "distill": {"teacher": "path/of/the/teacher"},
     "gdpo": {"advantage_options": {"parts": {"correct": 1.0, "format": 0.5}}},
@@ -52,7 +65,9 @@ _PROMPTS = '{"prompt": ...} and the columns that the reward takes, for instance 
 
 
 def init(
-    method: Annotated[str, typer.Argument(help="grpo, ppo, dapo, rloo, ...; or dpo, sft, rm, kto, ...")],
+    method: Annotated[
+        str, typer.Argument(help="grpo, ppo, dapo, rloo, ...; or dpo, sft, rm, ...; or raft, iterative_dpo, ...")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; printed if not given.")
     ] = None,
@@ -83,6 +98,7 @@ def starting_file(method: str, *, full: bool = False) -> str:
         ConfigError: there is no such method.
     """
     from rlhf_launch.config.run import OnlineConfig
+    from rlhf_launch.rounds.config import RoundsConfig
 
     name = method.replace("-", "_")
     common: dict[str, Any] = {
@@ -102,8 +118,14 @@ def starting_file(method: str, *, full: bool = False) -> str:
         config = from_mapping(OfflineConfig, common | {"algorithm": algorithm}, source="rlhf init")
         command, rows, keys = f"rlhf offline {name} {name}.yaml", _ROWS.get(name, _PAIRS), _OFFLINE_KEYS
         command += f"`, or alone, without Ray and DeepSpeed: `rlhf-algos {name} {name}.yaml"
+    elif name in _ROUNDS:
+        chosen, rule = _ROUNDS[name]
+        settings = common | {"algorithm": {"name": chosen}, "select": rule}
+        settings["reward"] = {"function": "rlhf_rollout:math_answer"}
+        config = from_mapping(RoundsConfig, settings, source="rlhf init")
+        command, rows, keys = f"rlhf iterate {name}.yaml", _PROMPTS, _ROUND_KEYS
     else:
-        known = [*NAMED_RECIPES, *METHODS]
+        known = [*NAMED_RECIPES, *METHODS, *_ROUNDS]
         raise ConfigError(
             f"{method!r} is no method; {did_you_mean(name, known)}there are {', '.join(sorted(known))}"
         )
@@ -115,11 +137,13 @@ def reference_pages() -> dict[str, str]:
     """The generated files of docs/ by name: a reference and a schema for each kind of configuration."""
     from rlhf_launch.config.generate import GenerateConfig
     from rlhf_launch.config.run import OnlineConfig
+    from rlhf_launch.rounds.config import RoundsConfig
 
     kinds = {
         "train": (OnlineConfig, "Configuration of `rlhf train`"),
         "offline": (OfflineConfig, "Configuration of `rlhf offline` and `rlhf-algos`"),
-        "generate": (GenerateConfig, "Configuration of `rlhf generate`"),
+        "generate": (GenerateConfig, "Configuration of `rlhf generate` and `rlhf score`"),
+        "iterate": (RoundsConfig, "Configuration of `rlhf iterate`"),
     }
     pages: dict[str, str] = {}
     for name, (cls, title) in kinds.items():

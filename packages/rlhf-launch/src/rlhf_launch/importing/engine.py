@@ -187,7 +187,7 @@ class Import:
     """A configuration of ours made of foreign settings, and the account of them."""
 
     command: str
-    """What runs the configuration: `rlhf train`, `rlhf offline dpo`, `rlhf generate`."""
+    """What runs the configuration: `rlhf train`, `rlhf offline dpo`, `rlhf generate`, `rlhf score`."""
     source: str
     """What was imported."""
     settings: Mapping[str, Any]
@@ -218,7 +218,7 @@ def finish(draft: Draft, *, command: str, source: str) -> Import:
     from rlhf_launch.config.generate import GenerateConfig
     from rlhf_launch.config.run import OnlineConfig
 
-    kinds: Mapping[str, type[Any]] = {"train": OnlineConfig, "generate": GenerateConfig}
+    kinds: Mapping[str, type[Any]] = {"train": OnlineConfig, "generate": GenerateConfig, "score": GenerateConfig}
     kind = kinds.get(command.split()[1], OfflineConfig)
     from_mapping(kind, draft.settings, source=f"{source}, imported")
     if lost := [name for name in draft.given if name not in draft.findings]:

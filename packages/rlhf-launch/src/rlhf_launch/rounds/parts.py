@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -212,8 +211,3 @@ def _condition_tokens(config: RoundsConfig, after: int) -> int:
     """At most so many tokens: no token is shorter than a byte."""
     rule = config.asking(after)
     return 0 if rule is None else len(rule.highest.encode())
-
-
-def data_sets(config: RoundsConfig) -> Sequence[tuple[DataSource, ...]]:
-    """The prompts of each round, then those that are evaluated on."""
-    return [*(config.of_round(number).data.train for number in range(1, config.count + 1)), config.evaluation.data]

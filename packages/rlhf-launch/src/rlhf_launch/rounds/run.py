@@ -7,7 +7,7 @@ manifest is there, which is written last.
 from __future__ import annotations
 
 import json
-import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,6 @@ from rlhf_algos import (
     Start,
     naming_full_disk,
     open_run_directory,
-    read_answers,
     run_fingerprint,
 )
 from rlhf_core import ConfigError, DataError, StopRequest
@@ -46,7 +45,6 @@ from rlhf_launch.seeds import request_seed
 from rlhf_launch.selection.run import as_json, select_answers, write_whole
 
 METRICS = "metrics.jsonl"
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +123,9 @@ def _checked(config: RoundsConfig) -> Mapping[str, Any]:
     tokenizer = policy_tokenizer(config.model)
     folder = RoundFolder.of(config.output, 1)
     sources = {}
-    for number in range(1, config.count + 1):
+    # Rounds that are given by their number are all alike.
+    last = 1 if isinstance(config.rounds, int) else config.count
+    for number in range(1, last + 1):
         own = config.of_round(number)
         generation = generation_config(config, number, model=config.model.path, folder=folder)
         loaded = check_generation(replace(generation, reward=own.reward))
@@ -216,9 +216,8 @@ class _Run:
         report = select_answers(str(samples), folder.chosen, own.select, seed=seed)
         for line in report.lines():
             self.say(f"  {line}")
-        scores = [a.score for group in read_answers(str(samples)) for a in group.answers if a.score is not None]
         return {
-            "score/mean": sum(scores) / len(scores),
+            "score/mean": math.nan if report.mean_score is None else report.mean_score,
             "select/rows": float(report.rows),
             "select/unscored": float(report.unscored),
             "select/prompts_left_out": float(sum(map(len, report.left_out.values()))),

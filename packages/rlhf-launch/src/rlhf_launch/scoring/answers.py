@@ -185,14 +185,14 @@ def _texts(row: Row) -> list[str]:
         answers = [row["response"]]
     else:
         messages = row.values.get("messages")
-        ends = isinstance(messages, list) and messages and isinstance(messages[-1], Mapping)
-        if "prompt" in row or not ends or messages[-1].get("role") != "assistant":
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        if "prompt" in row or not isinstance(last, Mapping) or last.get("role") != "assistant":
             raise DataError(
                 f"{row.place} has no answer: it needs the column 'response' or 'responses', or 'messages' that end "
                 f"with the assistant's; found {', '.join(map(repr, row.values)) or 'none'}. If it has another "
                 "name, write columns: {response: its_name} beside the path"
             )
-        answers = [messages[-1].get("content")]
+        answers = [last.get("content")]
     return [_text(row, answer) for answer in answers]
 
 
