@@ -82,6 +82,8 @@ def test_a_run_is_exported_in_each_dtype(inputs, tmp_path, source, dtype):
     assert gap < {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.2}[dtype]
     assert (given - logits(inputs / "base")).abs().max() > 0.2
     assert (tmp_path / "out" / "tokenizer.json").exists()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("the best model of the run's evaluations" in card) == (source == "best")
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 

@@ -153,6 +153,7 @@ def _write(
         license=config.license or base_license(config.base_name) or base_license(base),
         repo=None if config.push is None else config.push.repo,
         run=run,
+        best=run is not None and "best" in Path(found.path).parts[-2:],
     )
     write_card(facts, folder)
     if run is not None and run.plot is not None:
