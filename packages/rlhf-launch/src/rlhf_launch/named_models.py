@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,20 @@ def is_reward_model(path: str, *, trust_remote_code: bool = False) -> bool:
     if config.num_labels != 1:
         raise ConfigError(f"model {path!r} is a classifier of {config.num_labels} labels; a reward model has one")
     return True
+
+
+def find_tokenizer(places: Sequence[str], *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the first directory or hub name that has one; None if there is none."""
+    from transformers import AutoTokenizer
+
+    for place in places:
+        if Path(place).is_dir() and not (Path(place) / "tokenizer_config.json").exists():
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def merged_into(model: FoundModel, folder: Path, *, trust_remote_code: bool = False) -> str:

@@ -82,7 +82,9 @@ def test_a_run_is_exported_in_each_dtype(inputs, tmp_path, source, dtype):
     assert gap < {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.2}[dtype]
     assert (given - logits(inputs / "base")).abs().max() > 0.2
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("the best model of the run's evaluations" in card) == (source == "best")
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
 def test_adapters_are_merged_or_exported_alone(inputs, tmp_path):
@@ -127,6 +129,8 @@ def test_the_card_says_how_it_was_made_and_nothing_of_the_machine(inputs, tmp_pa
     for part in inputs.parts[1:]:
         assert part not in text
     assert str(Path.home()) not in text
+    for file in (tmp_path / "out").iterdir():
+        assert str(inputs).encode() not in file.read_bytes(), file
     digest = hashlib.sha256((inputs / "pairs.jsonl").read_bytes()).hexdigest()
     assert f"| pairs.jsonl | 8 | {digest} |" in text
     assert "`train.optimizer.learning_rate` | 0.02" in text
@@ -154,6 +158,7 @@ def test_a_directory_without_a_run_has_a_card_that_says_so(inputs, tmp_path):
 def test_an_output_is_overwritten_when_it_is_asked_for_and_whole(inputs, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
+    (tmp_path / "out.tmp").mkdir()
     (out / "notes.txt").write_text("mine")
     done = export(inputs / "base", out)
     assert (done.exit_code, (out / "notes.txt").read_text()) == (2, "mine")
@@ -166,17 +171,20 @@ def test_an_output_is_overwritten_when_it_is_asked_for_and_whole(inputs, tmp_pat
     assert done.exit_code == 2
     assert "model.safetensors" in done.output
     assert [file.name for file in out.iterdir()] == ["notes.txt"]
-    assert not list(tmp_path.glob("*.tmp"))
+    assert {each.name for each in tmp_path.iterdir()} == {"out", "broken", "out.tmp"}
     exported(inputs / "base", out, "--overwrite")
     assert not (out / "notes.txt").exists()
     assert (out / "config.json").exists()
+    assert {each.name for each in tmp_path.iterdir()} == {"out", "broken", "out.tmp"}
 
 
-def test_a_run_or_the_source_is_never_overwritten(inputs, tmp_path):
+def test_a_run_or_the_source_is_never_overwritten(inputs, tmp_path, monkeypatch):
     for output in (inputs / "dpo", inputs / "dpo" / "model", inputs):
         done = export(inputs / "dpo", output, "--overwrite")
         assert done.exit_code == 2, done.output
         assert "holds what is exported" in done.output
+    monkeypatch.chdir(tmp_path)
+    assert "this very directory" in export(inputs / "base", ".").output
     done = export(inputs / "base", inputs / "rm", "--overwrite")
     assert "never overwritten" in done.output
 
@@ -198,8 +206,7 @@ def test_what_was_written_must_say_what_its_source_says(inputs, tmp_path, monkey
     done = export(inputs / "base", tmp_path / "out", "--dtype", "bfloat16")
     assert done.exit_code == 2, done.output
     assert "does not say what its source says" in done.output
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_too_large_numbers_for_float16_are_found(tmp_path):

@@ -1,6 +1,7 @@
 """Nothing of a machine and no secret is in what a card shows."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rlhf_launch.export.shareable import LEFT_OUT, shareable_settings, shareable_text, without_secrets
@@ -68,6 +69,21 @@ def test_settings_keep_their_meaning_and_lose_the_machine():
 )
 def test_plain_text_stays_as_it_is(text):
     assert shareable_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("run:/srv/ann/x.py", "run:x.py"),
+        ("('/srv/ann/x', \"~/y\")", "('x', \"y\")"),
+        (r"C:\Users\ann\x.py", "x.py"),
+        (r"\\host\share\x.py", "x.py"),
+        ("s3://bucket/key and file:///srv/ann", f"{LEFT_OUT} and {LEFT_OUT}"),
+        (f"{Path.cwd()}/deep/below/x.py", "x.py"),
+    ],
+)
+def test_directories_are_cut_to_their_last_part(text, shown):
+    assert shareable_text(text) == shown
 
 
 def test_values_of_secret_variables_are_left_out_wherever_they_are(monkeypatch):

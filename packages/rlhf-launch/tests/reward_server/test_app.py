@@ -15,11 +15,13 @@ import pytest
 import uvicorn
 from rlhf_core import ConfigError, EngineConfig, RewardError, Trajectory
 from rlhf_core.testing.tiny import byte_tokenizer, save_tiny_model
+from rlhf_launch.cli.main import app
 from rlhf_launch.reward_server.app import RewardServer, ServerLimits
 from rlhf_launch.reward_server.batching import BatchedRows, BatchLimits
 from rlhf_launch.reward_server.requests import RowEncoder
 from rlhf_launch.reward_server.serve import open_server
 from rlhf_rollout import EndpointsConfig, HTTPReward, HTTPRewardConfig, ModelReward
+from typer.testing import CliRunner
 
 MESSAGES = [[{"role": "user", "content": text}] for text in ("Say yes.", "And 2+2?", "One more, please")]
 PLAIN = ["1 + 1 =", "a much longer prompt than the other ones: ", "x"]
@@ -38,11 +40,11 @@ def serve(tmp_path_factory):
     opened = []
 
     def start(model, **options):
-        app = model
+        served = model
         if isinstance(model, str):
-            app = open_server(model, scratch=tmp_path_factory.mktemp("scratch"), device="cpu", **options)
+            served = open_server(model, scratch=tmp_path_factory.mktemp("scratch"), device="cpu", **options)
         listening = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=10))
+        server = uvicorn.Server(uvicorn.Config(served, log_level="error", timeout_graceful_shutdown=10))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         opened.append((server, thread))
@@ -215,17 +217,24 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
         open_server(save_tiny_model(tmp_path / "rm", head="scalar"), scratch=tmp_path / "s", max_length=10**6)
 
 
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(app, ["serve-rm", "nothing/at/all", "--port", port])
+    assert done.exit_code == 2
+    assert f"port {port}" in done.output
+
+
 @pytest.mark.stack
 def test_the_command_serves_and_ends_well_when_it_is_asked_to(model):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     program = [sys.executable, "-c", "from rlhf_launch.cli.main import main; main()", "serve-rm", model]
     environment = {**os.environ, "RLHF_REWARD_TOKEN": KEY}
-    with subprocess.Popen(
-        [*program, "--port", str(port)], env=environment, stderr=subprocess.PIPE, text=True
-    ) as server:
+    with subprocess.Popen([*program, "--port", "0"], env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
-            address, until = f"http://127.0.0.1:{port}", time.monotonic() + 240
+            assert server.stderr is not None
+            said = next(line for line in server.stderr if line.startswith("serving"))
+            assert model in said
+            address, until = said.split()[-1].removesuffix("/score"), time.monotonic() + 240
             while True:
                 try:
                     httpx.get(address + "/health", trust_env=False)
@@ -236,11 +245,10 @@ def test_the_command_serves_and_ends_well_when_it_is_asked_to(model):
                     time.sleep(0.2)
             assert post(address, {"query": ["a"]}).status_code == 200
             server.send_signal(signal.SIGTERM)
-            said = server.communicate(timeout=120)[1]
+            rest = server.communicate(timeout=120)[1]
         finally:
             server.kill()
-    assert "Traceback" not in said
-    assert f"serving {model}" in said
+    assert "Traceback" not in rest
     refused = subprocess.run(
         [*program, "--host", "0.0.0.0"],
         capture_output=True,

@@ -1,8 +1,11 @@
 """What a server makes of requests."""
 
 import json
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rlhf_core import DataError
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_launch.reward_server.requests import RowEncoder, parse
@@ -79,6 +82,36 @@ def test_bad_bodies_are_refused_with_a_sentence(body, message):
     with pytest.raises(DataError) as found:
         parse(body)
     assert message in str(found.value)
+
+
+WORDS = st.text(max_size=8) | st.sampled_from(["<|im_start|>", "<|im_end|>", "user", "assistant", "\x00"])
+MESSAGE = st.dictionaries(
+    st.sampled_from(["role", "content", "name"]), WORDS | st.none() | st.integers(), max_size=3
+)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner | MESSAGE, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)
+BODY = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("query", "prompts", "completions"), ANYTHING | st.lists(ANYTHING, max_size=2))
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(body=(ANYTHING | BODY).map(json.dumps).map(str.encode) | st.binary(max_size=40))
+def test_whatever_is_sent_is_rows_or_a_sentence(body):
+    encoder = RowEncoder(byte_tokenizer_once(), max_length=64)
+    try:
+        found = encoder.rows(parse(body))
+    except DataError:
+        return
+    assert all(0 < len(row) <= 64 for row in found)
+
+
+@cache
+def byte_tokenizer_once():
+    return byte_tokenizer()
 
 
 def test_rows_that_are_too_long_or_empty_are_refused():

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rlhf_core import ConfigError
 
+from rlhf_launch.chat.command import chat
 from rlhf_launch.cli.compare import compare
 from rlhf_launch.cli.configuration import init
 from rlhf_launch.cli.doctor import doctor
@@ -240,6 +241,7 @@ def import_trl(
     run_command(work)
 
 
+app.command()(ending_well(chat))
 app.command()(compare)
 app.command("eval")(ending_well(evaluate))
 app.command()(ending_well(export))

@@ -42,6 +42,8 @@ class CardFacts:
     repo: str | None = None
     """Where it will be on the hub."""
     run: TrainedRun | None = None
+    best: bool = False
+    """The run's best model by its evaluations, not its last."""
 
 
 def write_card(facts: CardFacts, folder: Path) -> None:
@@ -107,6 +109,7 @@ def _opening(facts: CardFacts) -> str:
     ]
     base = "" if facts.base is None else f", trained from {last_part(facts.base)}"
     by = "" if facts.run is None else f" by `{facts.run.settings['algorithm']['name']}`"
+    by += " (the best model of the run's evaluations, not the last)" if facts.best else ""
     return f"{what}{base}{by}, in {facts.dtype}. Written by `rlhf export` of rlhf-launch {version('rlhf-launch')}."
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_algos import naming_full_disk, replaced_folder
+from rlhf_algos import naming_full_disk
 from rlhf_core import ConfigError, DType, check_choice
 
 from rlhf_launch.export import gguf, hub
 from rlhf_launch.export.card import PLOT, CardFacts, Form, base_license, write_card
 from rlhf_launch.export.check import LogitGap
+from rlhf_launch.export.place import check_output, written_beside
 from rlhf_launch.export.record import TrainedRun, read_trained_run
 from rlhf_launch.export.shareable import hub_name
 from rlhf_launch.export.weights import write_adapter_alone, write_model
@@ -80,7 +80,8 @@ def export(config: ExportConfig, *, say: Say) -> ExportResult:
         ResourceError: the disk is full, or the hub cannot be reached.
     """
     found = find_model(config.source)
-    check_output(config, found)
+    given = [Path(place) for place in (found.path, found.run, config.base) if place is not None]
+    check_output(config.output, overwrite=config.overwrite, sources=given)
     converter = gguf.find_converter(config.converter) if config.form == "gguf" else None
     if config.form == "adapter" and found.adapter is None:
         raise ConfigError(
@@ -91,8 +92,7 @@ def export(config: ExportConfig, *, say: Say) -> ExportResult:
         hub.check_hub(config.push)
     with (
         naming_full_disk(config.output),
-        _removed_on_error(config.output),
-        replaced_folder(config.output) as folder,
+        written_beside(config.output) as folder,
     ):
         gap = _write(config, found, run, folder, converter)
     say(f"wrote {config.output}")
@@ -116,38 +116,6 @@ def export(config: ExportConfig, *, say: Say) -> ExportResult:
             raise
         say(f"uploaded to {commit}")
     return ExportResult(output=config.output, files=files, gap=gap, commit=commit)
-
-
-def check_output(config: ExportConfig, found: FoundModel) -> None:
-    """Refuse an output whose content would be lost without being asked for, or that is the source.
-
-    Raises:
-        ConfigError: see above.
-    """
-    output = config.output
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{str(output)!r} is a file; give a directory to write")
-    full, here = output.resolve(), Path.cwd()
-    if not output.is_dir() or not any(output.iterdir()):
-        return
-    if not config.overwrite:
-        raise ConfigError(f"{str(output)!r} is not empty; give another directory, or write --overwrite")
-    sources = [Path(found.path), *([found.run] if found.run else []), *([Path(config.base)] if config.base else [])]
-    if any(
-        full == place or full in place.parents for place in (here, Path.home(), *(s.resolve() for s in sources))
-    ):
-        raise ConfigError(f"{str(output)!r} holds what is exported, or this very directory; give another output")
-    if (output / "run.json").exists() or (output / "checkpoints").exists():
-        raise ConfigError(f"{str(output)!r} is the directory of a run, which is never overwritten; give another")
-
-
-@contextmanager
-def _removed_on_error(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(output.with_name(f"{output.name}.tmp"), ignore_errors=True)
-        raise
 
 
 def _write(
@@ -185,6 +153,7 @@ def _write(
         license=config.license or base_license(config.base_name) or base_license(base),
         repo=None if config.push is None else config.push.repo,
         run=run,
+        best=run is not None and "best" in Path(found.path).parts[-2:],
     )
     write_card(facts, folder)
     if run is not None and run.plot is not None:

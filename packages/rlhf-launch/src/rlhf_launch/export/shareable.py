@@ -19,8 +19,8 @@ _SECRET = re.compile(
 )
 _ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>)\]]+", re.IGNORECASE)
 _PATH = re.compile(
-    r"(?<![\w/.:<~])(?:~(?:/[^\s/'\",;:()<>\[\]{}]+)+|(?:/[^\s/'\",;:()<>\[\]{}]+){2,})/?"
-    r"|\b[A-Za-z]:\\[^\s'\",;<>]+"
+    r"(?<![\w/.<~])(?:~(?:/[^\s/'\",;:()<>\[\]{}]+)+|(?:/[^\s/'\",;:()<>\[\]{}]+){2,})/?"
+    r"|(?:\b[A-Za-z]:|(?<!\\)\\)\\[^\s'\",;<>\\]+\\[^\s'\",;<>]+"
 )
 _CACHED = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -65,7 +65,7 @@ def shareable_text(text: str) -> str:
     text = _ADDRESS.sub(LEFT_OUT, without_secrets(text))
     for folder in (Path.cwd(), Path.home()):  # these may have spaces in them
         if len(folder.parts) > 1:
-            text = text.replace(f"{folder}/", "")
+            text = text.replace(f"{folder}/", "/_/")
     return _PATH.sub(lambda found: last_part(found.group()), text)
 
 

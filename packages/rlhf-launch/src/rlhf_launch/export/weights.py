@@ -23,7 +23,7 @@ from rlhf_core import (
 from torch import Tensor
 
 from rlhf_launch.export.check import LogitGap, compare, logits_of, probe_tokens, tolerance
-from rlhf_launch.named_models import FoundModel, is_reward_model
+from rlhf_launch.named_models import FoundModel, find_tokenizer, is_reward_model
 
 if TYPE_CHECKING:
     from rlhf_train import AdaptedModel
@@ -160,7 +160,12 @@ def _open_model(path: str, trust_remote_code: bool) -> _Opened:
     held: Any = str(dtype).removeprefix("torch.")
     given = EngineConfig(model=path, role=role, dtype=held, trust_remote_code=trust_remote_code)
     model, _ = load_role(given, extra="rlhf-train[qlora]")
-    return _Opened(model=model, tokenizer=_tokenizer([path], trust_remote_code), dtype=dtype, scalar=scalar)
+    return _Opened(
+        model=model,
+        tokenizer=find_tokenizer([path], trust_remote_code=trust_remote_code),
+        dtype=dtype,
+        scalar=scalar,
+    )
 
 
 def _open_adapted(adapter: Path, base: str | None, trust_remote_code: bool) -> _Opened:
@@ -172,21 +177,8 @@ def _open_adapted(adapter: Path, base: str | None, trust_remote_code: bool) -> _
     places = [str(folder), str(folder.parent), adapted.base]
     return _Opened(
         model=adapted.model,
-        tokenizer=_tokenizer(places, trust_remote_code),
+        tokenizer=find_tokenizer(places, trust_remote_code=trust_remote_code),
         dtype=adapted.dtype,
         scalar=type(adapted.model.get_base_model()).__name__.endswith("ForSequenceClassification"),
         adapted=adapted,
     )
-
-
-def _tokenizer(places: Sequence[str], trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    for place in places:
-        if Path(place).is_dir() and not (Path(place) / "tokenizer_config.json").exists():
-            continue
-        try:
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError):
-            continue
-    return None  # a model without one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -19,7 +20,7 @@ def serve_rm(
     host: Annotated[str, typer.Option(help="Address to listen on; one that is not loopback needs a token.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8780,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8780,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens that go through the model together.")] = 16384,
@@ -53,7 +54,7 @@ def serve_rm(
     batching = BatchLimits(
         max_batch_tokens=max_batch_tokens, wait_s=max_wait_ms / 1000, max_waiting_tokens=max_waiting_tokens
     )
-    with TemporaryDirectory(prefix="rlhf-serve-rm-") as scratch:
+    with _bound(host, port) as listening, TemporaryDirectory(prefix="rlhf-serve-rm-") as scratch:
         server = open_server(
             model,
             scratch=Path(scratch),
@@ -65,13 +66,30 @@ def serve_rm(
             max_length=max_length,
             trust_remote_code=trust_remote_code,
         )
-        typer.echo(f"serving {model} on http://{host}:{port}/score", err=True)
-        uvicorn.run(
-            server,
-            host=host,
-            port=port,
-            lifespan="on",
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=60,
+        number = listening.getsockname()[1]
+        typer.echo(f"serving {model} on http://{f'[{host}]' if ':' in host else host}:{number}/score", err=True)
+        settings = uvicorn.Config(
+            server, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=60
         )
+        uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the address, before anything is loaded; it listens once the server does.
+
+    Raises:
+        ConfigError: the address is taken, or is not this machine's.
+    """
+    from rlhf_core import ConfigError
+
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"serve-rm cannot listen on {host}, port {port}: {error.strerror or error}; choose another "
+            "(--port 0: any)"
+        ) from None
+    return found

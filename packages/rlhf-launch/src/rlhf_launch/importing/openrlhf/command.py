@@ -17,9 +17,9 @@ from rlhf_launch.importing.shell import command_lines
 MARKER = "openrlhf.cli."
 _Table = tuple[Mapping[str, Rule], Mapping[str, Any], Callable[[Draft], str]]
 _NO_RUN = {
-    "serve_rm": "write the reward model into reward.model of the training run, which places it itself",
+    "serve_rm": "write `rlhf serve-rm MODEL`, or reward.model in the training run, which places the model itself",
     "lora_combiner": "write `rlhf merge-lora`",
-    "interactive_chat": "take any chat program on the exported model, for instance `vllm chat`",
+    "interactive_chat": "write `rlhf chat MODEL`",
 }
 
 

@@ -246,7 +246,10 @@ def _write_reward(draft: Draft) -> None:
     elif remote:
         urls = [url.strip() for url in str(remote).split(",")]
         draft.put("reward.parts.http", {"kind": "http", "endpoints": {"urls": urls}})
-        draft.noted("remote_rm_url", "a request has completions, prompts and columns where OpenRLHF's has query")
+        draft.noted(
+            "remote_rm_url",
+            "a request has completions, prompts and columns where OpenRLHF's has query; `rlhf serve-rm` takes both",
+        )
     elif draft.on("reward_pretrain"):
         models = [path.strip() for path in str(draft.value("reward_pretrain")).split(",")]
         if len(models) == 1:

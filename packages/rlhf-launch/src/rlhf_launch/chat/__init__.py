@@ -1,0 +1,1 @@
+"""`rlhf chat`: talk to a model in the terminal, or through a pipe."""
