@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rlhf_core import ConfigError
 
+from rlhf_launch.chain.command import chain
 from rlhf_launch.cli.compare import compare
 from rlhf_launch.cli.configuration import init
 from rlhf_launch.cli.doctor import doctor
@@ -235,6 +236,7 @@ def import_trl(
     run_command(work)
 
 
+app.command()(ending_well(chain))
 app.command()(compare)
 app.command("eval")(ending_well(evaluate))
 app.command()(init)
