@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rlhf_launch.chain.run import read_chain, run_chain
+from rlhf_launch import read_chain, run_chain
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -23,7 +23,7 @@ from task import write_task  # noqa: E402
 
 
 def curve(folder: Path, seed: int, overrides: list[str]) -> dict[str, list[tuple[int, float]]]:
-    """Run one chain; true reward by step of sampled answers to training prompts, and of greedy held-out ones."""
+    """Run one chain; true reward by step of answers to training prompts, and to held-out ones."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     write_task(Path("runs/chain-data"), seed=seed)
@@ -35,15 +35,18 @@ def curve(folder: Path, seed: int, overrides: list[str]) -> dict[str, list[tuple
         f"seed {seed}: {time.perf_counter() - begin:.0f} s, reward model right on {accuracy:.0%} of held-out pairs"
     )
     rows = [json.loads(line) for line in (result.folder / "ppo" / "metrics.jsonl").read_text().splitlines()]
-    names = {"sampled": "reward/true", "held out": "eval/held-out/reward/true"}
+    names = {"training": "reward/true", "held out": "eval/unseen/reward/true"}
     return {what: [(row["step"], row[name]) for row in rows if name in row] for what, name in names.items()}
 
 
 def main(folder: Path, seeds: list[int], overrides: list[str]) -> None:
     """Run all seeds and print their curves, the held-out ones first."""
     found = [curve(folder / f"seed-{seed}", seed, overrides) for seed in seeds]
-    for what in ("held out", "sampled"):
-        print(f"\ntrue reward, {what}\nstep " + "".join(f"{f'seed {seed}':>9}" for seed in seeds))
+    for what in ("held out", "training"):
+        print(
+            f"\ntrue reward of sampled answers, {what} prompts\nstep "
+            + "".join(f"{f'seed {seed}':>9}" for seed in seeds)
+        )
         for rows in zip(*(one[what] for one in found), strict=True):
             step = rows[0][0]
             name = "SFT" if step == 0 else str(step)

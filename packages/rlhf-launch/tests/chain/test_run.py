@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rlhf_algos import from_mapping
-from rlhf_core import ConfigError, DataError, RunStopped, StopRequest
+from rlhf_core import ConfigError, DataError, PluginError, RunStopped, StopRequest
 from rlhf_launch.chain.config import ChainConfig
 from rlhf_launch.chain.run import read_chain, run_chain
 from rlhf_launch.cli.main import app
@@ -48,8 +48,8 @@ def test_the_true_reward_rises_though_only_choices_of_an_annotator_were_seen(tas
     assert list(result.stages) == ["sft", "rm", "ppo"]
     assert result.stages["rm"].metrics["eval/accuracy"] > 0.6
     rows = metric_rows(result.folder / "ppo")
-    held_out = [row["eval/held-out/reward/true"] for row in rows if "eval/held-out/reward/true" in row]
-    assert held_out[-1] > held_out[0] + 0.15  # of SFT, and after PPO: greedy answers to prompts of no training
+    held_out = [row["eval/unseen/reward/true"] for row in rows if "eval/unseen/reward/true" in row]
+    assert held_out[-1] > held_out[0] + 0.12  # of SFT, and after PPO: answers to prompts that were in no training
     steps = [row["reward/true"] for row in rows if "reward/true" in row]
     assert sum(steps[-3:]) / 3 > sum(steps[:3]) / 3 + 0.12
     assert all(row["ptx_loss"] > 0 for row in rows if "ptx_loss" in row)
@@ -124,7 +124,7 @@ def test_what_is_done_is_skipped_and_what_was_broken_off_goes_on(chain, tmp_path
     assert result.model == tmp_path / "chain" / "ppo" / "model"
     assert (result.model / "config.json").exists()
     # Done is done: other settings are another stage, another run of SFT leaves no reward model of it.
-    with pytest.raises(ConfigError, match=r"'sft' is done with other settings: train\.steps was 2, is 3"):
+    with pytest.raises(ConfigError, match=r"'sft' is done with other settings: .*train\.steps was 2, is 3"):
         run_chain(chain(sft__train={"engine": "torch", "batch_size": 2, "steps": 3}), resume=True, console=quiet())
     (tmp_path / "chain" / "sft").rename(tmp_path / "old-sft")
     with pytest.raises(ConfigError, match=r"'rm' was done with another run of the stage 'sft'"):
@@ -141,7 +141,7 @@ def test_all_stages_are_checked_before_the_first_one_runs(chain, tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl") as caught:
         run_chain(chain(ppo__data=prompts), console=quiet())
     assert "in stages.ppo of the chain" in caught.value.__notes__
-    with pytest.raises(ConfigError, match="no_such_function"):
+    with pytest.raises(PluginError, match="no_such_function"):
         run_chain(chain(ppo__reward={"function": "launch_rewards:no_such_function"}), console=quiet())
     with pytest.raises(DataError, match="nothing to resume"):
         run_chain(chain(), resume=True, console=quiet())

@@ -120,7 +120,7 @@ def test_9_policy_and_critic_have_optimizers_of_their_own_and_the_critic_a_start
     backends = resolve_backends(config)
     for role, asked in (("policy", optimizer), ("critic", critic)):
         (plan,) = training_plans(config, backends, role)
-        found = next(arg for arg in plan.args if hasattr(arg, "optimizer")).optimizer
+        found = next(arg for arg in plan.arguments if hasattr(arg, "optimizer")).optimizer
         assert (found.learning_rate, found.betas) == (asked["learning_rate"], tuple(asked["betas"]))
         assert (found.schedule, found.warmup_steps) == (asked["schedule"], asked["warmup"])
     assert plan_of(config).critic_warmup_steps == 2

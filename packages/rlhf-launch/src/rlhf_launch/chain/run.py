@@ -223,15 +223,17 @@ def _run(
     begun = start.resume and (folder / "run.json").exists()
     # A run without checkpoints that ended between its model and its record cannot go on: it has nothing left to do.
     ended = begun and (folder / "model").exists() and not CheckpointStore(folder / "checkpoints").steps()
-    how = {"resume": begun and not ended, "overwrite": ended}
+    resume = begun and not ended
     begin = time.perf_counter()
     try:
         if isinstance(stage, OfflineConfig):
             with ProgressBar(quiet=False) as bar:
-                trained = train_offline(stage, **how, on_event=bar.on_event, say=bar.say, stop=stop)
+                trained = train_offline(
+                    stage, resume=resume, overwrite=ended, on_event=bar.on_event, say=bar.say, stop=stop
+                )
             model, best, metrics = trained.model, trained.best, trained.metrics
         else:
-            learnt = train(stage, **how, console=console, stop=stop)
+            learnt = train(stage, resume=resume, overwrite=ended, console=console, stop=stop)
             model, best, metrics = learnt.model, None, learnt.metrics
     except Exception as error:
         error.add_note(f"the chain is at the stage {name!r}; --resume continues with it")
