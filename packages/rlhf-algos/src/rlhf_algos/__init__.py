@@ -217,6 +217,7 @@ from rlhf_algos.offline.loop import OfflineEvent, TrainResult, evaluate, train
 from rlhf_algos.offline.methods import METHODS, Method, Prepare, RowScorer, find_method
 from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.progress import ProgressBar
+from rlhf_algos.offline.run_data import load_data
 from rlhf_algos.offline.teacher import DistillConfig, distill
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
@@ -232,6 +233,7 @@ from rlhf_algos.recipes.recipe import (
     prompt_tokens,
 )
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
+from rlhf_algos.run_directory.differences import Difference, differences
 from rlhf_algos.run_directory.directory import RunDirectory, Start, installed_versions, open_run_directory
 from rlhf_algos.run_directory.fingerprint import data_fingerprint, run_fingerprint
 from rlhf_algos.run_directory.lock import DirectoryLock
@@ -309,6 +311,7 @@ __all__ = [
     "DataSection",
     "DataSource",
     "Decay",
+    "Difference",
     "DirectoryLock",
     "DistillConfig",
     "Divergence",
@@ -443,6 +446,7 @@ __all__ = [
     "cpo",
     "data_fingerprint",
     "desirable",
+    "differences",
     "discounted_returns",
     "distill",
     "distillation_terms",
@@ -483,6 +487,7 @@ __all__ = [
     "kto",
     "length_adaptive_lam",
     "load_config",
+    "load_data",
     "load_encoder",
     "load_tokenizer",
     "log_odds",

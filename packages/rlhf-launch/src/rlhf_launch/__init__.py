@@ -4,10 +4,10 @@
 >>> from rlhf_launch import OnlineConfig, train                                  # doctest: +SKIP
 >>> result = train(load_config(OnlineConfig, "examples/gsm8k.yaml"))             # doctest: +SKIP
 
-Runs: `train`, `generate`, `score`, `train_offline`, `iterate` and `check_mismatch` take a configuration and block
-until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines,
-weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked
-for, so that importing this package costs nothing.
+Runs: `train`, `generate`, `score`, `train_offline`, `iterate`, `run_chain` and `check_mismatch` take a configuration
+and block until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout
+engines, weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first
+asked for, so that importing this package costs nothing.
 """
 
 from importlib import import_module
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_launch.bundles.bundle import Bundle, read_bundle
+    from rlhf_launch.chain.config import ChainConfig
+    from rlhf_launch.chain.run import ChainResult, read_chain, run_chain
     from rlhf_launch.comparison.compare import Comparison, MetricShift, compare_runs
     from rlhf_launch.comparison.history import History, read_histories, store_histories
     from rlhf_launch.config.bundles import BundleSection
@@ -82,6 +84,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "bundles.bundle": ("Bundle", "read_bundle"),
+    "chain.config": ("ChainConfig",),
+    "chain.run": ("ChainResult", "read_chain", "run_chain"),
     "comparison.compare": ("Comparison", "MetricShift", "compare_runs"),
     "comparison.history": ("History", "read_histories", "store_histories"),
     "config.bundles": ("BundleSection",),
@@ -154,6 +158,8 @@ __all__ = [
     "Alternatives",
     "Bundle",
     "BundleSection",
+    "ChainConfig",
+    "ChainResult",
     "CheckedReward",
     "CollectReport",
     "Comparison",
@@ -248,6 +254,7 @@ __all__ = [
     "plot_run",
     "rank_plans",
     "read_bundle",
+    "read_chain",
     "read_histories",
     "read_prompts",
     "read_run",
@@ -257,6 +264,7 @@ __all__ = [
     "response_sampler",
     "restore",
     "rows_of_groups",
+    "run_chain",
     "run_steps",
     "schedule_of",
     "score",

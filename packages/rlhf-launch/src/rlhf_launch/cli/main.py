@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rlhf_core import ConfigError
 
+from rlhf_launch.chain.command import chain
 from rlhf_launch.chat.command import chat
 from rlhf_launch.cli.compare import compare
 from rlhf_launch.cli.configuration import init
@@ -242,6 +243,7 @@ def import_trl(
 
 
 app.command()(ending_well(chat))
+app.command()(ending_well(chain))
 app.command()(compare)
 app.command("eval")(ending_well(evaluate))
 app.command()(ending_well(export))

@@ -304,7 +304,7 @@ class OnlineConfig:
         if metric is None:
             return
         sets = [*self.evaluation.sets, *([HELD_OUT] if self.data.hold_out or self.evaluation.data else [])]
-        if metric.startswith("eval/") and (name := metric.removeprefix("eval/").rpartition("/")[0]) not in sets:
+        if metric.startswith("eval/") and (name := metric.removeprefix("eval/").partition("/")[0]) not in sets:
             there = ", ".join(sorted(sets)) or "none; give evaluation.data, evaluation.sets or data.hold_out"
             raise ConfigError(f"evaluation.best_metric={metric!r} names the set {name!r}; there is {there}")
 

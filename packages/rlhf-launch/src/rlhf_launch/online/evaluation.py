@@ -36,8 +36,8 @@ class Evaluation:
     name: str
     step: int
     metrics: Mapping[str, float]
-    """`reward` (avg@n), `response_length`, `truncated`, pass@k for k = 1, 2, 4, ... of several samples,
-    `dropped_samples`. Where no sample has a score there is only the last."""
+    """`reward` (avg@n), `reward/<part>`, `response_length`, `truncated`, pass@k for k = 1, 2, 4, ... of several
+    samples, `dropped_samples`. Where no sample has a score there is only the last."""
     examples: Sequence[ScoredGroup] = ()
     """The first few groups."""
 
@@ -70,6 +70,9 @@ def summarise(groups: Sequence[ScoredGroup], *, pass_score: float = 0.5) -> dict
         "response_length": sum(t.response_length for t in samples) / len(scores),
         "truncated": sum(t.truncated for t in samples) / len(samples),
     }
+    for name in sorted({name for score in scores for name in score.components}):
+        parts = [score.components[name] for score in scores if name in score.components]
+        metrics[f"reward/{name}"] = sum(parts) / len(parts)
     counts = [(len(group.episodes), sum(s.value > pass_score for s in group.episode_scores)) for group in scored]
     k, least = 1, min(n for n, _ in counts)
     while 1 < least >= k:

@@ -199,7 +199,7 @@ def sets_evaluated(folder: Path, step: int) -> set[str]:
     """The held-out sets whose evaluation after `step` steps is among the metrics: a run may end between two."""
     rows = read_metrics(folder / "metrics.jsonl")
     names = [name for row in rows if row["step"] == step for name in row if name.startswith("eval/")]
-    return {name.removeprefix("eval/").rpartition("/")[0] for name in names}
+    return {name.removeprefix("eval/").partition("/")[0] for name in names}
 
 
 def checkpoint_store(config: OnlineConfig, *, say: Callable[[str], None]) -> CheckpointStore:

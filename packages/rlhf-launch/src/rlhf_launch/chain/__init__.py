@@ -1,0 +1,1 @@
+"""Chains of runs: supervised training, a reward model, reinforcement learning, each from what the last one left."""
