@@ -86,6 +86,7 @@ from rlhf_algos.data.readers import (
     unpaired_examples,
 )
 from rlhf_algos.data.sources import DataSource, Row, mixing_weights, read_rows
+from rlhf_algos.data.vocabulary import check_same_vocabulary
 from rlhf_algos.kl import (
     AdaptiveKL,
     FixedKL,
@@ -217,6 +218,7 @@ from rlhf_algos.offline.methods import METHODS, Method, Prepare, RowScorer, find
 from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.progress import ProgressBar
 from rlhf_algos.offline.teacher import DistillConfig, distill
+from rlhf_algos.recipes.distillation import LearnsFromTeacher, OnPolicyDistillation
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.ppo import PPO, GAEAction
@@ -313,6 +315,7 @@ __all__ = [
     "KTOConfig",
     "KTOLoss",
     "LabelSoftmax",
+    "LearnsFromTeacher",
     "LengthSection",
     "LoneAdvantage",
     "LoraConfig",
@@ -330,6 +333,7 @@ __all__ = [
     "OfflineEvent",
     "OfflineTrainSection",
     "OldLogProbs",
+    "OnPolicyDistillation",
     "OnPolicyDistillationConfig",
     "OptimalTokenAdvantagesConfig",
     "OptimizerSection",
@@ -391,6 +395,7 @@ __all__ = [
     "can_begin_again",
     "check_aggregation",
     "check_messages",
+    "check_same_vocabulary",
     "check_seen_here",
     "choose_device",
     "choose_dtype",

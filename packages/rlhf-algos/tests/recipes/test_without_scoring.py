@@ -9,7 +9,16 @@ from rlhf_core.testing.tiny import save_tiny_model
 
 IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 SCORES = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 1.0, 0.0, 3.0])
-SCORED_FIRST = {"ppo", "vapo", "rloo", "reinforce_pp", "kl_cov", "clip_cov", "optimal_token"}
+SCORED_FIRST = {
+    "ppo",
+    "vapo",
+    "rloo",
+    "reinforce_pp",
+    "kl_cov",
+    "clip_cov",
+    "optimal_token",
+    "on_policy_distillation",
+}
 """Those that must know the log-probs before the update; PPO and VAPO only with a reference."""
 FROM_SAMPLER = {"scale_rl", "dppo"}
 PARTS = {"gdpo": {"advantage_options": {"parts": {"right": 1.0}}}}

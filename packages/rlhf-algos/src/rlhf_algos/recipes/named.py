@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core import ConfigError, did_you_mean, load_object
 
 from rlhf_algos.config.loader import from_mapping
+from rlhf_algos.recipes.distillation import OnPolicyDistillation
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.ppo import PPO
 from rlhf_algos.recipes.recipe import Recipe
@@ -97,6 +98,7 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
         GRPO,
         {"advantage": "reinforce", "loss": "reinforce", "loss_options": {"aggregation": "seq_mean_token_sum"}},
     ),
+    "on_policy_distillation": (OnPolicyDistillation, {}),
 }
 """Name to class and the fields that differ from the class's defaults. DAPO's dynamic sampling is the loop's part;
 its overlong penalty is a `RewardShaping` with the run's own lengths. `gdpo` needs the parts of its score named."""

@@ -13,6 +13,7 @@ from rlhf_algos import (
     DataSection,
     DataSource,
     EvaluationSection,
+    LearnsFromTeacher,
     LengthSection,
     ModelSection,
     OffPolicyCorrection,
@@ -206,7 +207,10 @@ class OnlineConfig:
             critic_optimizer=self.train.critic_optimizer.with_default_rate(CRITIC_RATE * factor),
         )
         object.__setattr__(self, "train", train)
-        self.reward.all_parts(environment=self.rollout.agent is not None)
+        if self.is_scored or self.needs_scores:
+            self.reward.all_parts(environment=self.rollout.agent is not None)
+        else:
+            self._check_unscored()
         self._check_samples()
         self._check_models()
         self._check_overlap()
@@ -253,6 +257,30 @@ class OnlineConfig:
                 "algorithm.kl_coef (or algorithm.track_kl: true), or leave it out"
             )
 
+        if self.needs_teacher and self.model.teacher is None:
+            raise ConfigError(
+                f"algorithm {self.algorithm.name!r} learns from a teacher; write model.teacher: path/of/the/teacher"
+            )
+        if self.model.teacher is not None and not self.needs_teacher:
+            raise ConfigError(
+                f"model.teacher is set, but algorithm {self.algorithm.name!r} has no teacher; write algorithm: "
+                "on_policy_distillation, or leave it out"
+            )
+
+    def _check_unscored(self) -> None:
+        """Refuse what needs scores in a run without a reward."""
+        keys = {
+            "rollout.dynamic_sampling": self.rollout.dynamic_sampling is not None,
+            "data.hold_out": bool(self.data.hold_out),
+            "evaluation.data": bool(self.evaluation.data),
+            "evaluation.sets": bool(self.evaluation.sets),
+        }
+        if found := [key for key, there in keys.items() if there]:
+            raise ConfigError(
+                f"{found[0]} needs scores, and there is no reward; give reward.function, reward.model or "
+                f"reward.parts ({self.algorithm.name} with reward_coef=0 only reports it), or leave {found[0]} out"
+            )
+
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
         if overlap is None and self.weight_sync.keep_kv_cache:
@@ -261,7 +289,7 @@ class OnlineConfig:
                 "rollout.overlap there are none; write e.g. rollout.overlap.max_staleness=1, or leave it out"
             )
         beside = {role for members in self.shared if "rollout" in members for role in members}
-        if overlap is not None and (others := beside & {"policy", "critic", "reference"}):
+        if overlap is not None and (others := beside & {"policy", "critic", "reference", "teacher"}):
             raise ConfigError(
                 f"rollout.overlap lets generation go on while the others work, but {min(others)} takes turns with "
                 "it on the same devices (placement.*.colocate_with); leave rollout.overlap out, or give the "
@@ -308,7 +336,7 @@ class OnlineConfig:
                 f"placement.reward.{unknown[0]}: the reward has no part of this name with a model of its own; "
                 f"there are: {there}"
             )
-        for name in ("critic", "reference"):
+        for name in ("critic", "reference", "teacher"):
             if name not in self.roles and self.placement.of(name) != EnginePlacement():
                 why = f"algorithm {self.algorithm.name!r} has no {name}; leave it out"
                 if name == "reference" and self.reference_is_policy:
@@ -318,14 +346,33 @@ class OnlineConfig:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have workers: `policy`, `critic`, `reference`, `reward <part>`, `rollout`."""
+        """The roles that have workers: `policy`, `critic`, `reference`, `teacher`, `reward <part>`, `rollout`."""
         recipe = self.algorithm.recipe
         roles = ["policy"]
         if recipe.needs_critic:
             roles.append("critic")
         if recipe.needs_reference and not self.reference_is_policy:
             roles.append("reference")
+        if self.needs_teacher:
+            roles.append("teacher")
         return (*roles, *(REWARD + name for name in self.reward.engine_parts()), "rollout")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the algorithm reads what a teacher says of the samples."""
+        recipe = self.algorithm.recipe
+        return isinstance(recipe, LearnsFromTeacher) and recipe.needs_teacher
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the algorithm reads the scores of the task."""
+        recipe = self.algorithm.recipe
+        return not isinstance(recipe, LearnsFromTeacher) or recipe.needs_scores
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is a reward, or an environment, which gives one."""
+        return self.reward.given or self.rollout.agent is not None
 
     @property
     def reference_is_policy(self) -> bool:

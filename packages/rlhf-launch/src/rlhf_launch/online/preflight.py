@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_algos import check_same_vocabulary
 from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_transport
 from rlhf_rollout import ChatTokens, check_agent
 
@@ -48,6 +49,16 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     }.items():
         if path is not None:
             check_model_path(path, what=key)
+    model = config.model
+    if model.teacher is not None:
+        check_same_vocabulary(
+            model.teacher,
+            model.path,
+            key="model.teacher",
+            tokenizer=model.tokenizer,
+            larger=True,
+            trust_remote_code=model.trust_remote_code,
+        )
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
     tokenizer = policy_tokenizer(config.model)

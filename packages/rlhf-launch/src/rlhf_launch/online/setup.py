@@ -170,6 +170,8 @@ def open_trainer(config: OnlineConfig, workers: Workers) -> Trainer:
         critic=workers.training.get("critic"),
         reference=workers.training.get("reference"),
         reference_is_policy=config.reference_is_policy,
+        teacher=workers.training.get("teacher"),
+        scored=config.is_scored,
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
         plan=plan_of(config),

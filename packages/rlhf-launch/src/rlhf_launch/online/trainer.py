@@ -64,11 +64,14 @@ class Trainer:
     reference: TrainGroup | None = None
     reference_is_policy: bool = False
     """The reference is the policy with its adapters off, on the policy's own ranks."""
+    teacher: TrainGroup | None = None
     recipe: Recipe
     kl: KLController
     plan: UpdatePlan = field(default_factory=UpdatePlan)
     rewards: tuple[TrainGroup, ...] = ()
     """Reward models, which score samples as they come; here for their idle seconds."""
+    scored: bool = True
+    """Whether the samples have scores of a reward."""
     one_at_a_time: bool = False
     """Whether all roles share the cores of one process, so that nothing is won by working at the same time."""
 
@@ -108,7 +111,7 @@ class Trainer:
                 found.pop("mismatch/log_prob_max", None)
         self.kl.update(_kl_of(before, measured), batch.rows)
         metrics = (
-            sample_metrics(groups)
+            sample_metrics(groups, scored=self.scored)
             | staleness(groups, step)
             | before
             | measured
@@ -120,7 +123,8 @@ class Trainer:
 
     def asked_before(self, step: int) -> dict[str, tuple[str, ...]]:
         """What each role is asked about the samples before they are trained on, after `step` steps: the policy for
-        `old_<field>`, the reference for `ref_log_probs`, the critic for `values`.
+        `old_<field>`, the reference for `ref_log_probs`, the teacher for `teacher_log_probs`, the critic for
+        `values`.
 
         Where the samples are trained on once, all together, the update's own log-probs are the old ones, and the
         policy is asked for nothing, unless the algorithm must know them before.
@@ -133,6 +137,8 @@ class Trainer:
             asked["policy"] = outputs
         if self.reference is not None or self.reference_is_policy:
             asked["reference"] = ("log_probs",)
+        if self.teacher is not None:
+            asked["teacher"] = ("log_probs",)
         if self.critic is not None:
             asked["critic"] = ("values",)
         return asked
@@ -149,7 +155,12 @@ class Trainer:
     def score(self, batch: RaggedBatch, asked: Mapping[str, tuple[str, ...]]) -> RaggedBatch:
         """Add what the roles are asked for (see `asked_before`); those with devices of their own work at the same
         time."""
-        groups = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        groups = {
+            "policy": self.policy,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "critic": self.critic,
+        }
 
         def begin(role: str) -> Begun[RowColumns]:
             if role == "reference" and self.reference_is_policy:
@@ -160,7 +171,7 @@ class Trainer:
             return group.begin_score_rows(batch, asked[role])
 
         for role, found in self._together(list(asked), begin).items():
-            prefix = {"policy": "old_", "reference": "ref_", "critic": ""}[role]
+            prefix = {"policy": "old_", "reference": "ref_", "teacher": "teacher_", "critic": ""}[role]
             if missing := set(asked[role]) - set(found):
                 raise RuntimeError(f"the {role} was asked for {', '.join(sorted(missing))} and did not return it")
             columns = {f"{prefix}{name}": found[name] for name in asked[role]}
@@ -212,7 +223,7 @@ class Trainer:
 
     def take_idle_seconds(self) -> dict[str, float]:
         """Seconds since the last call in which a role had nothing to do, by role."""
-        groups = [self.policy, self.critic, self.reference, *self.rewards]
+        groups = [self.policy, self.critic, self.reference, self.teacher, *self.rewards]
         # The reward of a part is called `reward <part>`.
         return {group.name.replace(" ", "/"): group.take_idle_seconds() for group in groups if group is not None}
 
