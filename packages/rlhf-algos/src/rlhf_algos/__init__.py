@@ -221,6 +221,7 @@ from rlhf_algos.offline.teacher import DistillConfig, distill
 from rlhf_algos.recipes.distillation import LearnsFromTeacher, OnPolicyDistillation
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
+from rlhf_algos.recipes.online_dpo import PAIR_SIDE, LearnsFromPairs, OnlineDPO, pair_sides
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import (
     KLPlace,
@@ -258,6 +259,7 @@ __all__ = [
     "METHODS",
     "NAMED_RECIPES",
     "PAIR_LOSSES",
+    "PAIR_SIDE",
     "POLICY_LOSSES",
     "PPO",
     "AdaptiveKL",
@@ -315,6 +317,7 @@ __all__ = [
     "KTOConfig",
     "KTOLoss",
     "LabelSoftmax",
+    "LearnsFromPairs",
     "LearnsFromTeacher",
     "LengthSection",
     "LoneAdvantage",
@@ -335,6 +338,7 @@ __all__ = [
     "OldLogProbs",
     "OnPolicyDistillation",
     "OnPolicyDistillationConfig",
+    "OnlineDPO",
     "OptimalTokenAdvantagesConfig",
     "OptimizerSection",
     "OtherTokens",
@@ -468,6 +472,7 @@ __all__ = [
     "orpo",
     "overlong_penalty",
     "pair_metrics",
+    "pair_sides",
     "pair_weights",
     "pass_at_k_advantages",
     "place_scores",

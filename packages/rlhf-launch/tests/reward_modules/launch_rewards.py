@@ -76,3 +76,8 @@ def uneven(completion, prompt):
     if kind == 0:
         raise ValueError("this prompt I cannot judge")
     return 1.0 if kind == 1 else sum(c.isalnum() for c in completion) / max(1, len(completion))
+
+
+def nothing(completions, **columns):
+    """Every sample scores alike."""
+    return [0.0] * len(completions)

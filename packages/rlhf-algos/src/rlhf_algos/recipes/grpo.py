@@ -136,7 +136,7 @@ class GRPO(PolicyRecipe):
         """What the scores make of each token, before the columns of the loss; the batch may lose masked tokens."""
         batch = with_old_log_probs(batch, self.old_log_probs)
         scores, batch, metrics = shape_scores(scores, batch, self.shaping, has_baseline=True)
-        metrics |= _group_metrics(scores, group_ids)
+        metrics |= group_metrics(scores, group_ids)
         if self.kl_in != "reward":
             metrics |= reference_kl(batch, self.kl_estimator)
         if self.kl_in == "score" and kl_coef:
@@ -177,7 +177,7 @@ def _differences(advantages: Tensor, mask: Tensor) -> Tensor:
     return (advantages - following).masked_fill(~mask, 0)
 
 
-def _group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:
+def group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:
     """Spread within groups; a group whose scores are all equal teaches nothing."""
     groups = group_statistics(scores, group_ids)
     share = 1 / groups.count

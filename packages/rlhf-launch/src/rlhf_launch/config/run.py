@@ -13,6 +13,7 @@ from rlhf_algos import (
     DataSection,
     DataSource,
     EvaluationSection,
+    LearnsFromPairs,
     LearnsFromTeacher,
     LengthSection,
     ModelSection,
@@ -227,6 +228,12 @@ class OnlineConfig:
                 f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut "
                 f"into {train.minibatches} minibatches for {train.ranks} ranks; every rank needs a sample"
             )
+        if self.learns_from_pairs and train.prompts_per_step < train.minibatches * train.ranks:
+            raise ConfigError(
+                f"algorithm {self.algorithm.name!r} makes one pair of each prompt, and {train.prompts_per_step} "
+                f"pairs a step (train.prompts_per_step) cannot be cut into {train.minibatches} minibatches for "
+                f"{train.ranks} ranks; every rank needs a pair"
+            )
         least = self.algorithm.min_samples_per_prompt
         if rollout.samples_per_prompt < least:
             raise ConfigError(
@@ -295,13 +302,23 @@ class OnlineConfig:
                 "it on the same devices (placement.*.colocate_with); leave rollout.overlap out, or give the "
                 "rollout engines devices of their own"
             )
-        if "log_probs" not in self.algorithm.recipe.old_outputs:
+        if self.learns_from_pairs:
+            self._check_pairs()
+        elif "log_probs" not in self.algorithm.recipe.old_outputs:
             self._check_sampler_stands_in()
         if overlap is not None and overlap.off_policy_correction and not self.rollout.sampling.meaning.plain:
             raise ConfigError(
                 "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
                 f"knows no {_PROCESSING}; leave them out of rollout.sampling, or set "
                 "rollout.overlap.off_policy_correction=false"
+            )
+
+    def _check_pairs(self) -> None:
+        """Refuse what has no meaning for an algorithm of pairs."""
+        if self.train.routing_replay:
+            raise ConfigError(
+                f"train.routing_replay takes the experts from scoring the samples before the update, and algorithm "
+                f"{self.algorithm.name!r} does not score them; leave it out"
             )
 
     def _check_sampler_stands_in(self) -> None:
@@ -356,6 +373,12 @@ class OnlineConfig:
         if self.needs_teacher:
             roles.append("teacher")
         return (*roles, *(REWARD + name for name in self.reward.engine_parts()), "rollout")
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether the algorithm trains on the best and the worst sample of each prompt."""
+        recipe = self.algorithm.recipe
+        return isinstance(recipe, LearnsFromPairs) and recipe.learns_from_pairs
 
     @property
     def needs_teacher(self) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from rlhf_algos import KLController, Recipe
-from rlhf_core import Metric, RaggedBatch, StepReport, order_in_groups
+from rlhf_algos import PAIR_SIDE, KLController, LearnsFromPairs, Recipe
+from rlhf_core import CapabilityError, Metric, RaggedBatch, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
@@ -17,6 +17,7 @@ from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, s
 from rlhf_launch.samples.groups import rows_of_groups, staleness
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
+from rlhf_launch.workers.episodes import EPISODES
 from rlhf_launch.workers.prepare import columns_of_rows, in_parts, prepare_rows
 from rlhf_launch.workers.train_group import RowColumns, TrainGroup
 
@@ -40,11 +41,14 @@ class UpdatePlan:
     (see `Trainer.asked_before`)."""
 
     def order(self, groups: Sequence[int], step: int, *, ranks: int) -> Order:
-        """The rows of each optimizer step of all passes, for the samples of the step after `step` steps.
+        """The rows (or pairs of rows, where `groups` are theirs) of each optimizer step of all passes, for the
+        samples of the step after `step` steps.
 
         Rows of one group, which share a prompt, are in one portion wherever there are enough groups: the prompt is
-        run once for them.
+        run once for them. Where there is no row, there is no portion.
         """
+        if not groups:
+            return []
         drawn: Order = []
         for epoch in range(self.epochs):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 101 + epoch)
@@ -117,6 +121,7 @@ class Trainer:
             | measured
             | self.memory()
             | {"kl_coef": kl_coef, "scoring_pass": float("policy" in asked)}
+            | self.pair_metrics(batch, len(groups))
         )
         trace.metrics = metrics
         return batch, metrics
@@ -180,6 +185,35 @@ class Trainer:
             batch = batch.with_columns(**columns)
         return batch
 
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether the algorithm trains on pairs of rows."""
+        return isinstance(self.recipe, LearnsFromPairs) and self.recipe.learns_from_pairs
+
+    def units(self, batch: RaggedBatch) -> list[list[int]]:
+        """What is trained on, each unit's rows in the order of the loss: single rows, or chosen and rejected.
+
+        Raises:
+            CapabilityError: an episode of several rows cannot be half of a pair.
+        """
+        if not self.learns_from_pairs:
+            return [[row] for row in range(batch.rows)]
+        if EPISODES in batch.per_row:
+            raise CapabilityError(
+                "episodes of several trajectories cannot be paired: a preference loss takes one row for each "
+                "response; use an agent whose episodes are one trajectory, or another algorithm"
+            )
+        sides, groups = batch[PAIR_SIDE].tolist(), batch["group_ids"].tolist()
+        chosen, rejected = ({groups[row]: row for row, side in enumerate(sides) if side == s} for s in (1, 2))
+        return [[row, rejected[group]] for group, row in chosen.items()]
+
+    def pair_metrics(self, batch: RaggedBatch, prompts: int) -> dict[str, float]:
+        """`pairs` that are trained on, and `ties`: prompts of the step that gave none."""
+        if not self.learns_from_pairs:
+            return {}
+        pairs = len(self.units(batch))
+        return {"pairs": float(pairs), "ties": float(prompts - pairs)}
+
     def update(self, batch: RaggedBatch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
         """All optimizer steps of one batch of samples; reports by role, which the trace has as they come.
 
@@ -193,13 +227,17 @@ class Trainer:
             for role, group in trained.items()
             if group is not None and (loss := losses[role]) is not None
         }
+        units = self.units(batch)
         if trace.order is None:
-            trace.order = self.plan.order(batch["group_ids"].tolist(), step, ranks=self.policy.ranks)
+            groups = batch["group_ids"].tolist()
+            drawn = self.plan.order([groups[unit[0]] for unit in units], step, ranks=self.policy.ranks)
+            trace.order = [[row for unit in portion for row in units[unit]] for portion in drawn]
+        together = 2 if self.learns_from_pairs else 1
         # Where they share devices, each takes all its steps in one turn: to change places costs seconds.
         apart = not self.one_at_a_time and "policy" not in self.policy.devices.neighbours("critic")
         for turn in [list(work)] if apart else [[role] for role in work]:
             for rows in trace.order:
-                minibatch = batch.select(rows)
+                minibatch = replace(batch.select(rows), rows_per_unit=together)
 
                 def begin(role: str, minibatch: RaggedBatch = minibatch) -> Begun[StepReport]:
                     group, loss = work[role]
