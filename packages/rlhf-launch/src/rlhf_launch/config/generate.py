@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from rlhf_algos import DataSection, LengthSection, ModelSection, TrainSection, to_plain
 from rlhf_core import ConfigError
 
+from rlhf_launch.config.curriculum import OnlineDataSection
 from rlhf_launch.config.placement import REWARD, OnlinePlacementSection, shared_roles
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
@@ -87,7 +88,8 @@ def ignored_by_generation() -> frozenset[str]:
     """Dotted keys of a training configuration that generation passes over."""
     groups = _names(OnlineConfig) - _names(GenerateConfig)
     train = _names(OnlineTrainSection) - _names(TrainSection)
-    return frozenset(groups | {f"train.{name}" for name in train})
+    data = _names(OnlineDataSection) - _names(DataSection)
+    return frozenset(groups | {f"train.{name}" for name in train} | {f"data.{name}" for name in data})
 
 
 def _names(section: type) -> set[str]:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 from rlhf_algos import (
     LORA_RATE_FACTOR,
     CheckpointSection,
-    DataSection,
     DataSource,
     EvaluationSection,
     LearnsFromPairs,
@@ -27,6 +26,7 @@ from rlhf_algos import (
 from rlhf_core import ConfigError
 
 from rlhf_launch.config.bundles import BundleSection
+from rlhf_launch.config.curriculum import OnlineDataSection
 from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacementSection, shared_roles
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
@@ -181,7 +181,7 @@ class OnlineConfig:
     renamed_keys: ClassVar[Mapping[str, str]] = RENAMED
 
     model: ModelSection
-    data: DataSection
+    data: OnlineDataSection
     reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     lengths: LengthSection = field(default_factory=LengthSection)
@@ -212,6 +212,7 @@ class OnlineConfig:
             self.reward.all_parts(environment=self.rollout.agent is not None)
         else:
             self._check_unscored()
+        self._check_curriculum()
         self._check_samples()
         self._check_models()
         self._check_overlap()
@@ -219,6 +220,21 @@ class OnlineConfig:
         self._check_roles()
         _ = self.adapter_rank  # refuses what does not go together
         check_room(self.lengths, self.rollout)
+
+    def _check_curriculum(self) -> None:
+        curriculum = self.data.curriculum
+        if curriculum is None:
+            return
+        if curriculum.needs_scores and not self.is_scored:
+            raise ConfigError(
+                "data.curriculum: target_success_rate and cooldown_steps go by scores, and there is no reward; "
+                "give one, or leave them out (difficulty and mixture need none)"
+            )
+        if curriculum.cooldown_steps and self.rollout.samples_per_prompt < 2:
+            raise ConfigError(
+                "data.curriculum.cooldown_steps is about prompts whose samples all score alike, which one sample "
+                "always does; raise rollout.samples_per_prompt, or leave it out"
+            )
 
     def _check_samples(self) -> None:
         train, rollout = self.train, self.rollout

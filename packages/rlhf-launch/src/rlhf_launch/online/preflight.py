@@ -14,6 +14,7 @@ from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut
 from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
+from rlhf_launch.samples.curriculum import difficulties
 from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 from rlhf_launch.samples.sampling import gateway_class
@@ -95,6 +96,8 @@ def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str
             f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(train.prompts)} prompts "
             f"of {data.description}; lower it, or give more data"
         )
+    if data.curriculum is not None:
+        difficulties(train.prompts, data.curriculum, data.description)
     dropped, sampling = train.dropped, config.rollout.sampling
     held_out: dict[str, HeldOut] = {}
     own = load_prompts(config.evaluation.data, tokenizer, form)

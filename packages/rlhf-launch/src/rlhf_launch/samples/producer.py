@@ -57,7 +57,8 @@ class CollectReport:
     seconds: Mapping[str, float]
     """How long the step had to wait: `rollout` until the last sample was generated, `reward` beyond that."""
     counts: Mapping[str, float]
-    """The ledger: prompts started, used, filtered and dropped since the last step; in flight and waiting now."""
+    """The ledger: prompts started, used, filtered and dropped since the last step; in flight and waiting now. And
+    what a curriculum says of them."""
     prompts: Sequence[Mapping[str, Any]]
     """What became of each prompt that was settled since the last step; see `PromptAccount`."""
 
@@ -115,6 +116,7 @@ class Producer:
             self._open = self._config.during_training == "run"
             groups = self.ledger.take()
             counts, settled = self._new_counts(), self._account.settle(groups)
+            counts |= self._prompts.settle(entry["position"] for entry in settled)
             self._fill()
         if not groups:
             raise RewardError(
@@ -156,6 +158,7 @@ class Producer:
             accounts, groups = self.ledger.state()
             plain = {
                 "prompt_position": self._prompts.position,
+                "curriculum": self._prompts.state(),
                 "ledger": accounts,
                 "reported": dict(self._reported),
                 "unused": self._account.state(),
@@ -169,6 +172,7 @@ class Producer:
         self._thread.cancel_all()
         with self._lock:
             self._prompts.position = state["prompt_position"]
+            self._prompts.restore(state.get("curriculum"))
             self.ledger.restore(state["ledger"], groups, step=step)
             self._reported = Counter(state["reported"])
             self._account.restore(state["unused"])
@@ -239,6 +243,8 @@ class Producer:
     def _record(self, position: int, group: ScoredGroup) -> None:
         ledger = self.ledger
         ledger.counts["dropped_samples"] += len(group.dropped)
+        if group.scores:
+            self._prompts.note(position, [score.value for score in group.episode_scores])
         if not group.trajectories:
             reason = group.dropped[0].reason
             _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)
