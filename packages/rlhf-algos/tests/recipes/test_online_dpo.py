@@ -25,8 +25,8 @@ from rlhf_core.testing.tiny import save_tiny_model
 
 
 def sides_of(scores, groups, eligible=None, **options):
-    rows = torch.ones(len(scores)).bool() if eligible is None else torch.tensor(eligible)
-    return pair_sides(torch.tensor(scores), torch.tensor(groups), rows, **options).tolist()
+    rows = torch.ones(len(scores)).bool() if eligible is None else torch.tensor(eligible, dtype=torch.bool)
+    return pair_sides(torch.tensor(scores), torch.tensor(groups, dtype=torch.long), rows, **options).tolist()
 
 
 def test_best_against_worst_ties_left_out():

@@ -51,7 +51,10 @@ def test_the_reward_rises_over_several_updates_per_batch(paired, make_config):
 @pytest.mark.stack
 def test_a_step_of_ties_alone_changes_no_weight_and_the_run_goes_on(paired, make_config):
     config = make_config(
-        paired, reward={"function": "launch_rewards:nothing"}, bundles={"every": 1}, checkpoint={"every": 1}
+        paired,
+        reward={"function": "launch_rewards:nothing"},
+        bundles={"every": 1},
+        checkpoint={"every": 1, "keep": 9},
     )
     run = train(config)
     rows = rows_of(run)

@@ -31,6 +31,7 @@ from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacemen
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
+from rlhf_launch.config.signals import check_signals
 from rlhf_launch.config.weight_sync import WeightSyncSection
 
 POLICY_RATE = 1e-6
@@ -210,9 +211,7 @@ class OnlineConfig:
         object.__setattr__(self, "train", train)
         if self.is_scored or self.needs_scores:
             self.reward.all_parts(environment=self.rollout.agent is not None)
-        else:
-            self._check_unscored()
-        self._check_curriculum()
+        check_signals(self)
         self._check_samples()
         self._check_models()
         self._check_overlap()
@@ -221,21 +220,6 @@ class OnlineConfig:
         _ = self.adapter_rank  # refuses what does not go together
         check_room(self.lengths, self.rollout)
 
-    def _check_curriculum(self) -> None:
-        curriculum = self.data.curriculum
-        if curriculum is None:
-            return
-        if curriculum.needs_scores and not self.is_scored:
-            raise ConfigError(
-                "data.curriculum: target_success_rate and cooldown_steps go by scores, and there is no reward; "
-                "give one, or leave them out (difficulty and mixture need none)"
-            )
-        if curriculum.cooldown_steps and self.rollout.samples_per_prompt < 2:
-            raise ConfigError(
-                "data.curriculum.cooldown_steps is about prompts whose samples all score alike, which one sample "
-                "always does; raise rollout.samples_per_prompt, or leave it out"
-            )
-
     def _check_samples(self) -> None:
         train, rollout = self.train, self.rollout
         samples = train.prompts_per_step * rollout.samples_per_prompt
@@ -243,12 +227,6 @@ class OnlineConfig:
             raise ConfigError(
                 f"{samples} samples per step (train.prompts_per_step x rollout.samples_per_prompt) cannot be cut "
                 f"into {train.minibatches} minibatches for {train.ranks} ranks; every rank needs a sample"
-            )
-        if self.learns_from_pairs and train.prompts_per_step < train.minibatches * train.ranks:
-            raise ConfigError(
-                f"algorithm {self.algorithm.name!r} makes one pair of each prompt, and {train.prompts_per_step} "
-                f"pairs a step (train.prompts_per_step) cannot be cut into {train.minibatches} minibatches for "
-                f"{train.ranks} ranks; every rank needs a pair"
             )
         least = self.algorithm.min_samples_per_prompt
         if rollout.samples_per_prompt < least:
@@ -280,30 +258,6 @@ class OnlineConfig:
                 "algorithm.kl_coef (or algorithm.track_kl: true), or leave it out"
             )
 
-        if self.needs_teacher and self.model.teacher is None:
-            raise ConfigError(
-                f"algorithm {self.algorithm.name!r} learns from a teacher; write model.teacher: path/of/the/teacher"
-            )
-        if self.model.teacher is not None and not self.needs_teacher:
-            raise ConfigError(
-                f"model.teacher is set, but algorithm {self.algorithm.name!r} has no teacher; write algorithm: "
-                "on_policy_distillation, or leave it out"
-            )
-
-    def _check_unscored(self) -> None:
-        """Refuse what needs scores in a run without a reward."""
-        keys = {
-            "rollout.dynamic_sampling": self.rollout.dynamic_sampling is not None,
-            "data.hold_out": bool(self.data.hold_out),
-            "evaluation.data": bool(self.evaluation.data),
-            "evaluation.sets": bool(self.evaluation.sets),
-        }
-        if found := [key for key, there in keys.items() if there]:
-            raise ConfigError(
-                f"{found[0]} needs scores, and there is no reward; give reward.function, reward.model or "
-                f"reward.parts ({self.algorithm.name} with reward_coef=0 only reports it), or leave {found[0]} out"
-            )
-
     def _check_overlap(self) -> None:
         overlap = self.rollout.overlap
         if overlap is None and self.weight_sync.keep_kv_cache:
@@ -318,23 +272,13 @@ class OnlineConfig:
                 "it on the same devices (placement.*.colocate_with); leave rollout.overlap out, or give the "
                 "rollout engines devices of their own"
             )
-        if self.learns_from_pairs:
-            self._check_pairs()
-        elif "log_probs" not in self.algorithm.recipe.old_outputs:
+        if "log_probs" not in self.algorithm.recipe.old_outputs and not self.learns_from_pairs:
             self._check_sampler_stands_in()
         if overlap is not None and overlap.off_policy_correction and not self.rollout.sampling.meaning.plain:
             raise ConfigError(
                 "rollout.overlap: importance weights compare the sampler's log-probs with the trainer's, which "
                 f"knows no {_PROCESSING}; leave them out of rollout.sampling, or set "
                 "rollout.overlap.off_policy_correction=false"
-            )
-
-    def _check_pairs(self) -> None:
-        """Refuse what has no meaning for an algorithm of pairs."""
-        if self.train.routing_replay:
-            raise ConfigError(
-                f"train.routing_replay takes the experts from scoring the samples before the update, and algorithm "
-                f"{self.algorithm.name!r} does not score them; leave it out"
             )
 
     def _check_sampler_stands_in(self) -> None:
