@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf_launch.comparison.compare import Comparison, MetricShift, compare_runs
     from rlhf_launch.comparison.history import History, read_histories, store_histories
     from rlhf_launch.config.bundles import BundleSection
+    from rlhf_launch.config.curriculum import CurriculumSection, EasyToHard, MixturePoint, OnlineDataSection
     from rlhf_launch.config.generate import GenerateConfig
     from rlhf_launch.config.reward import RewardSection
     from rlhf_launch.config.rollout import DynamicSampling, Overlap, RolloutSection
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from rlhf_launch.replay.parting import Parting
     from rlhf_launch.replay.rerun import replay_step
     from rlhf_launch.replay.result import Replay
+    from rlhf_launch.samples.curriculum import CurriculumStream
     from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, rows_of_groups, staleness
     from rlhf_launch.samples.ledger import Ledger, LedgerLimits
     from rlhf_launch.samples.producer import CollectReport, Producer, ProducerConfig
@@ -81,6 +83,7 @@ _MODULES = {
     "comparison.compare": ("Comparison", "MetricShift", "compare_runs"),
     "comparison.history": ("History", "read_histories", "store_histories"),
     "config.bundles": ("BundleSection",),
+    "config.curriculum": ("CurriculumSection", "EasyToHard", "MixturePoint", "OnlineDataSection"),
     "config.generate": ("GenerateConfig",),
     "config.reward": ("RewardSection",),
     "config.rollout": ("DynamicSampling", "Overlap", "RolloutSection"),
@@ -111,6 +114,7 @@ _MODULES = {
     "replay.parting": ("Parting",),
     "replay.rerun": ("replay_step",),
     "replay.result": ("Replay",),
+    "samples.curriculum": ("CurriculumStream",),
     "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "rows_of_groups", "staleness"),
     "samples.ledger": ("Ledger", "LedgerLimits"),
     "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
@@ -149,8 +153,11 @@ __all__ = [
     "CheckedReward",
     "CollectReport",
     "Comparison",
+    "CurriculumSection",
+    "CurriculumStream",
     "Diagnosis",
     "DynamicSampling",
+    "EasyToHard",
     "Evaluation",
     "EvaluationSet",
     "Evaluator",
@@ -173,8 +180,10 @@ __all__ = [
     "MakeGroups",
     "MetricShift",
     "MismatchReport",
+    "MixturePoint",
     "OnStep",
     "OnlineConfig",
+    "OnlineDataSection",
     "OnlineEvaluationSection",
     "OnlineRun",
     "OnlineTrainSection",

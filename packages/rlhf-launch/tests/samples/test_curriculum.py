@@ -12,7 +12,10 @@ from rlhf_algos import DataSource
 from rlhf_core import ConfigError, DataError
 from rlhf_launch.config.curriculum import CurriculumSection, EasyToHard, MixturePoint, OnlineDataSection
 from rlhf_launch.samples.curriculum import CurriculumStream
-from rlhf_launch.samples.prompts import Prompt, PromptSets
+from rlhf_launch.samples.ledger import Ledger, LedgerLimits
+from rlhf_launch.samples.producer import Producer, ProducerConfig
+from rlhf_launch.samples.prompts import Prompt, PromptSets, PromptStream
+from rlhf_launch.workers.waits import Waits
 
 
 def prompts_of(levels):
@@ -211,6 +214,28 @@ def test_a_curriculum_of_success_learns_more_than_draws_at_random():
 
         learnt[name] = skill_after(150, draw)
     assert learnt["target"] > 1.25 * learnt["passes"] > 0
+
+
+def test_prompts_under_way_keep_the_curriculum_that_drew_them():
+    def producer(prompts):
+        return Producer(
+            None, prompts, Ledger(LedgerLimits(per_step=2, steps=9)), None, ProducerConfig(samples=2), Waits()
+        )
+
+    drawn = stream(CurriculumSection(target_success_rate=0.5))
+    drawn.take(2)
+    with_it, without = producer(drawn), producer(PromptStream(prompts_of(range(4)), seed=0))
+    under_way = {"in_flight": [0, 1]}
+    states = [json.loads(json.dumps(one.state()[0])) for one in (with_it, without)]
+    for state in states:
+        state["ledger"] |= under_way
+    for one, state, words in ((without, states[0], "with it"), (with_it, states[1], "without it")):
+        with pytest.raises(ConfigError, match=f"cannot begin or end at this checkpoint.*resume {words},"):
+            one.restore(state, [], step=1)
+    rested = producer(stream(CurriculumSection(target_success_rate=0.5)))
+    rested.restore(states[1] | {"ledger": states[1]["ledger"] | {"in_flight": []}}, [], step=1)
+    with_it.restore(states[0], [], step=1)
+    assert with_it.state()[0]["curriculum"] == states[0]["curriculum"]
 
 
 @pytest.mark.parametrize(

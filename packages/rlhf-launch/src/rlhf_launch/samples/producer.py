@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import RewardError, StopRequest
+from rlhf_core import ConfigError, RewardError, StopRequest
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.samples.account import PromptAccount
@@ -166,13 +166,25 @@ class Producer:
             return plain, groups
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
-        """Continue from a saved state, before `step`, with the engines at that version; what runs is given up."""
+        """Continue from a saved state, before `step`, with the engines at that version; what runs is given up.
+
+        Raises:
+            ConfigError: prompts are under way that were drawn with a curriculum and it is gone, or the reverse:
+                their positions would stand for others.
+        """
         with self._lock:
             self._open = False
         self._thread.cancel_all()
         with self._lock:
             self._prompts.position = state["prompt_position"]
-            self._prompts.restore(state.get("curriculum"))
+            before = state.get("curriculum")
+            under_way = state["ledger"]["in_flight"] or state["ledger"]["finished"]
+            if under_way and (before is None) != (self._prompts.state() is None):
+                raise ConfigError(
+                    "data.curriculum cannot begin or end at this checkpoint, at which prompts were under way: "
+                    f"resume {'without it' if before is None else 'with it'}, or begin a new run"
+                )
+            self._prompts.restore(before)
             self.ledger.restore(state["ledger"], groups, step=step)
             self._reported = Counter(state["reported"])
             self._account.restore(state["unused"])
