@@ -87,6 +87,7 @@ from rlhf_algos.data.readers import (
 )
 from rlhf_algos.data.sampled import holds_samples
 from rlhf_algos.data.sources import DataSource, Row, mixing_weights, read_rows
+from rlhf_algos.data.vocabulary import check_same_vocabulary
 from rlhf_algos.kl import (
     AdaptiveKL,
     FixedKL,
@@ -219,8 +220,10 @@ from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.progress import ProgressBar
 from rlhf_algos.offline.run_data import load_data
 from rlhf_algos.offline.teacher import DistillConfig, distill
+from rlhf_algos.recipes.distillation import LearnsFromTeacher, OnPolicyDistillation
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
+from rlhf_algos.recipes.online_dpo import PAIR_SIDE, LearnsFromPairs, OnlineDPO, pair_sides
 from rlhf_algos.recipes.ppo import PPO, GAEAction
 from rlhf_algos.recipes.recipe import (
     KLPlace,
@@ -281,6 +284,7 @@ __all__ = [
     "METHODS",
     "NAMED_RECIPES",
     "PAIR_LOSSES",
+    "PAIR_SIDE",
     "POLICY_LOSSES",
     "PPO",
     "SELECTION_RULES",
@@ -344,6 +348,8 @@ __all__ = [
     "KTOLoss",
     "LabelSoftmax",
     "LabelsConfig",
+    "LearnsFromPairs",
+    "LearnsFromTeacher",
     "LearnsText",
     "LengthSection",
     "LoneAdvantage",
@@ -362,7 +368,9 @@ __all__ = [
     "OfflineEvent",
     "OfflineTrainSection",
     "OldLogProbs",
+    "OnPolicyDistillation",
     "OnPolicyDistillationConfig",
+    "OnlineDPO",
     "OptimalTokenAdvantagesConfig",
     "OptimizerSection",
     "OtherTokens",
@@ -433,6 +441,7 @@ __all__ = [
     "can_begin_again",
     "check_aggregation",
     "check_messages",
+    "check_same_vocabulary",
     "check_seen_here",
     "choose_device",
     "choose_dtype",
@@ -511,6 +520,7 @@ __all__ = [
     "overlong_penalty",
     "pair_metrics",
     "pair_of",
+    "pair_sides",
     "pair_weights",
     "pass_at_k_advantages",
     "place_scores",

@@ -9,9 +9,20 @@ from rlhf_core.testing.tiny import save_tiny_model
 
 IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 SCORES = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 1.0, 0.0, 3.0])
-SCORED_FIRST = {"ppo", "vapo", "rloo", "reinforce_pp", "kl_cov", "clip_cov", "optimal_token"}
+SCORED_FIRST = {
+    "ppo",
+    "vapo",
+    "rloo",
+    "reinforce_pp",
+    "kl_cov",
+    "clip_cov",
+    "optimal_token",
+    "on_policy_distillation",
+}
 """Those that must know the log-probs before the update; PPO and VAPO only with a reference."""
 FROM_SAMPLER = {"scale_rl", "dppo"}
+PAIRS = {"online_dpo"}
+"""Those without any ratio to an older policy."""
 PARTS = {"gdpo": {"advantage_options": {"parts": {"right": 1.0}}}}
 
 
@@ -65,13 +76,13 @@ def update(model, recipe, *, scored):
 
 
 def test_which_algorithms_must_know_the_log_probs_before():
-    found = {name for name in NAMED_RECIPES if not spared(recipe_of(name)) and name not in FROM_SAMPLER}
+    found = {name for name in NAMED_RECIPES if not spared(recipe_of(name)) and name not in FROM_SAMPLER | PAIRS}
     assert found == SCORED_FIRST - {"ppo", "vapo"}
     for name in ("ppo", "vapo"):
         assert not spared(recipe_of(name, kl_coef=0.1))  # the penalty goes into the rewards of tokens
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMED_RECIPES) - SCORED_FIRST - FROM_SAMPLER | {"ppo"}))
+@pytest.mark.parametrize("name", sorted(set(NAMED_RECIPES) - SCORED_FIRST - FROM_SAMPLER - PAIRS | {"ppo"}))
 def test_a_step_is_the_same_with_and_without_a_scoring_pass(model, name):
     recipe = recipe_of(name)
     weights, measured = update(model, recipe, scored=False)

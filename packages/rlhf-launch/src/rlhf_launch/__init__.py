@@ -4,10 +4,10 @@
 >>> from rlhf_launch import OnlineConfig, train                                  # doctest: +SKIP
 >>> result = train(load_config(OnlineConfig, "examples/gsm8k.yaml"))             # doctest: +SKIP
 
-Runs: `train`, `generate`, `score`, `train_offline`, `iterate`, `run_chain` and `check_mismatch` take a configuration
-and block until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout
-engines, weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first
-asked for, so that importing this package costs nothing.
+Runs: `train`, `generate`, `score`, `train_offline`, `iterate`, `run_chain` and `check_mismatch` take a
+configuration and block until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training
+and rollout engines, weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when
+it is first asked for, so that importing this package costs nothing.
 """
 
 from importlib import import_module
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rlhf_launch.comparison.compare import Comparison, MetricShift, compare_runs
     from rlhf_launch.comparison.history import History, read_histories, store_histories
     from rlhf_launch.config.bundles import BundleSection
+    from rlhf_launch.config.curriculum import CurriculumSection, EasyToHard, MixturePoint
+    from rlhf_launch.config.data import OnlineDataSection
     from rlhf_launch.config.generate import GenerateConfig
     from rlhf_launch.config.reward import RewardSection
     from rlhf_launch.config.rollout import DynamicSampling, Overlap, RolloutSection
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from rlhf_launch.replay.result import Replay
     from rlhf_launch.rounds.config import RoundEvaluationSection, RoundsConfig
     from rlhf_launch.rounds.run import RoundResult, RoundsResult, iterate
+    from rlhf_launch.samples.curriculum import CurriculumStream
     from rlhf_launch.samples.groups import GroupMaker, MakeGroups, collate_groups, rows_of_groups, staleness
     from rlhf_launch.samples.ledger import Ledger, LedgerLimits
     from rlhf_launch.samples.producer import CollectReport, Producer, ProducerConfig
@@ -89,6 +92,8 @@ _MODULES = {
     "comparison.compare": ("Comparison", "MetricShift", "compare_runs"),
     "comparison.history": ("History", "read_histories", "store_histories"),
     "config.bundles": ("BundleSection",),
+    "config.curriculum": ("CurriculumSection", "EasyToHard", "MixturePoint"),
+    "config.data": ("OnlineDataSection",),
     "config.generate": ("GenerateConfig",),
     "config.reward": ("RewardSection",),
     "config.rollout": ("DynamicSampling", "Overlap", "RolloutSection"),
@@ -121,6 +126,7 @@ _MODULES = {
     "replay.result": ("Replay",),
     "rounds.config": ("RoundEvaluationSection", "RoundsConfig"),
     "rounds.run": ("RoundResult", "RoundsResult", "iterate"),
+    "samples.curriculum": ("CurriculumStream",),
     "samples.groups": ("GroupMaker", "MakeGroups", "collate_groups", "rows_of_groups", "staleness"),
     "samples.ledger": ("Ledger", "LedgerLimits"),
     "samples.producer": ("CollectReport", "Producer", "ProducerConfig"),
@@ -163,8 +169,11 @@ __all__ = [
     "CheckedReward",
     "CollectReport",
     "Comparison",
+    "CurriculumSection",
+    "CurriculumStream",
     "Diagnosis",
     "DynamicSampling",
+    "EasyToHard",
     "Evaluation",
     "EvaluationSet",
     "Evaluator",
@@ -187,8 +196,10 @@ __all__ = [
     "MakeGroups",
     "MetricShift",
     "MismatchReport",
+    "MixturePoint",
     "OnStep",
     "OnlineConfig",
+    "OnlineDataSection",
     "OnlineEvaluationSection",
     "OnlineRun",
     "OnlineTrainSection",

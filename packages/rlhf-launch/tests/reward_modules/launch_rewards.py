@@ -81,3 +81,8 @@ def uneven(completion, prompt):
 def begins_with(completions, *, answer, **columns):
     """1 for a response that begins with the answer."""
     return [float(text.startswith(gold)) for text, gold in zip(completions, answer, strict=True)]
+
+
+def nothing(completions, **columns):
+    """Every sample scores alike."""
+    return [0.0] * len(completions)

@@ -36,6 +36,9 @@ class ModelSection:
     """Model that a KL penalty or a preference loss is measured against; null for the trained model's start."""
     critic: str | None = None
     """Start of PPO's critic; null for the reward model, else the policy's backbone."""
+    teacher: str | None = None
+    """Model that judges the policy's tokens in `on_policy_distillation` (`rlhf train`): any architecture, with the
+    policy's vocabulary."""
     tokenizer: str | None = None
     """Where the tokenizer is; null for the model's own."""
     chat_template: str | None = None

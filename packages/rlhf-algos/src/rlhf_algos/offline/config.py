@@ -158,6 +158,11 @@ class OfflineConfig:
         object.__setattr__(self, "train", train)
         if self.model.critic is not None:
             raise ConfigError("model.critic is PPO's (`rlhf train`); offline methods have no critic")
+        if self.model.teacher is not None:
+            raise ConfigError(
+                "model.teacher is that of on-policy distillation (`rlhf train`); write algorithm.teacher for the "
+                "method `distill`"
+            )
 
     @property
     def method(self) -> Method:

@@ -16,7 +16,6 @@ from rlhf_core import (
     LossTerms,
     ModelOutputs,
     Ranks,
-    check_model_path,
     cut_batch,
     deal,
     top_k_log_probs,
@@ -26,12 +25,11 @@ from torch import Tensor
 
 from rlhf_algos.data.encoding import TokenRow
 from rlhf_algos.data.examples import Example
+from rlhf_algos.data.vocabulary import check_same_vocabulary
 from rlhf_algos.losses.offline.distillation import DivergenceConfig, distillation_terms, divergence_of_known
 from rlhf_algos.offline.reference import cache_key, rows_batch
 from rlhf_algos.torch_engine.engine import TorchEngine
 from rlhf_algos.torch_engine.ranks import rank_of
-
-_PROBE = "The answer is 42: 6 * 7.\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,53 +87,15 @@ def check_teacher(
     Raises:
         ConfigError: it cannot be found, or its vocabulary has another size or other tokens.
     """
-    from transformers import AutoConfig
-
-    check_model_path(config.teacher, what="algorithm.teacher")
-    try:
-        configs = [
-            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            for name in (config.teacher, student)
-        ]
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"algorithm.teacher {config.teacher!r} or model.path {student!r} cannot be loaded: "
-            f"{str(error).splitlines()[0]} Give a directory that is there, or a hub name that can be reached"
-        ) from error
-    sizes = [one.get_text_config().vocab_size for one in configs]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"the teacher's vocabulary has {sizes[0]} tokens, the student's {sizes[1]}; distillation compares "
-            "token by token, so take a teacher of the same family"
-        )
-    if other := _other_token(config.teacher, tokenizer or student, trust_remote_code=trust_remote_code):
-        raise ConfigError(
-            f"the teacher's vocabulary is another than the student's: {other}; distillation compares token by "
-            "token, so take a teacher of the same family"
-        )
-    if config.top_k > sizes[0]:
-        raise ConfigError(f"distill: top_k {config.top_k} is more than the vocabulary's {sizes[0]} tokens")
-
-
-def _other_token(teacher: str, student: str, *, trust_remote_code: bool) -> str:
-    """What the two tokenizers differ in, in words; empty if in nothing, or the teacher came without one.
-
-    Ids that only one of them uses (special tokens that were added) do no harm.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        its, own = (
-            AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code) for name in (teacher, student)
-        )
-    except (OSError, ValueError):
-        return ""
-    its_tokens = {index: token for token, index in its.get_vocab().items()}
-    for token, index in own.get_vocab().items():
-        if its_tokens.get(index, token) != token:
-            return f"id {index} is {token!r} for the student and {its_tokens[index]!r} for the teacher"
-    cut = [tokenizer(_PROBE, add_special_tokens=False)["input_ids"] for tokenizer in (own, its)]
-    return "" if cut[0] == cut[1] else f"{_PROBE!r} is {cut[0]} for the student and {cut[1]} for the teacher"
+    size = check_same_vocabulary(
+        config.teacher,
+        student,
+        key="algorithm.teacher",
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+    )
+    if config.top_k > size:
+        raise ConfigError(f"distill: top_k {config.top_k} is more than the vocabulary's {size} tokens")
 
 
 def with_teacher(

@@ -127,10 +127,16 @@ class GRPO(PolicyRecipe):
         `truncated` for truncation penalties, `rewards` [rows, length] if parts of the scores fell at
         certain tokens (see `step_advantages`), and what the estimator asks for.
         """
+        batch, advantages, metrics = self.task_advantages(batch, scores, group_ids, kl_coef)
+        return self.finish(batch.with_columns(advantages=advantages), scores, group_ids, metrics)
+
+    def task_advantages(
+        self, batch: Batch, scores: Float[Tensor, " rows"], group_ids: Int[Tensor, " rows"], kl_coef: float
+    ) -> tuple[Batch, Float[Tensor, "rows length"], Metrics]:
+        """What the scores make of each token, before the columns of the loss; the batch may lose masked tokens."""
         batch = with_old_log_probs(batch, self.old_log_probs)
-        raw_scores = scores
         scores, batch, metrics = shape_scores(scores, batch, self.shaping, has_baseline=True)
-        metrics |= _group_metrics(scores, group_ids)
+        metrics |= group_metrics(scores, group_ids)
         if self.kl_in != "reward":
             metrics |= reference_kl(batch, self.kl_estimator)
         if self.kl_in == "score" and kl_coef:
@@ -143,7 +149,7 @@ class GRPO(PolicyRecipe):
         advantages, kl = self._discounted(advantages, batch, kl_coef if self.kl_in == "reward" else 0.0)
         if self.whitening is not None:
             advantages = whiten(advantages, batch.response_mask, self.whitening)
-        return self.finish(batch.with_columns(advantages=advantages), raw_scores, group_ids, metrics | kl)
+        return batch, advantages, metrics | kl
 
     def _discounted(
         self, advantages: Float[Tensor, "rows length"], batch: Batch, kl_coef: float
@@ -171,7 +177,7 @@ def _differences(advantages: Tensor, mask: Tensor) -> Tensor:
     return (advantages - following).masked_fill(~mask, 0)
 
 
-def _group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:
+def group_metrics(scores: Tensor, group_ids: Tensor) -> Metrics:
     """Spread within groups; a group whose scores are all equal teaches nothing."""
     groups = group_statistics(scores, group_ids)
     share = 1 / groups.count

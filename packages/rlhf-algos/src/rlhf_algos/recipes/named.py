@@ -1,4 +1,4 @@
-"""Published online algorithms by name, as settings of `GRPO` and `PPO`."""
+"""Published online algorithms by name, as settings of `GRPO`, `PPO` and `OnlineDPO`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from rlhf_core import ConfigError, did_you_mean, load_object
 
 from rlhf_algos.config.loader import from_mapping
+from rlhf_algos.recipes.distillation import OnPolicyDistillation
 from rlhf_algos.recipes.grpo import GRPO
+from rlhf_algos.recipes.online_dpo import OnlineDPO
 from rlhf_algos.recipes.ppo import PPO
 from rlhf_algos.recipes.recipe import Recipe
 
 _SEQUENCE_MEAN = {"aggregation": "seq_mean_token_mean"}
 
-NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = {
+NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO] | type[OnlineDPO], Mapping[str, Any]]] = {
     "ppo": (PPO, {}),
     "vapo": (
         PPO,
@@ -97,6 +99,8 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO], Mapping[str, Any]]] = 
         GRPO,
         {"advantage": "reinforce", "loss": "reinforce", "loss_options": {"aggregation": "seq_mean_token_sum"}},
     ),
+    "on_policy_distillation": (OnPolicyDistillation, {}),
+    "online_dpo": (OnlineDPO, {}),
 }
 """Name to class and the fields that differ from the class's defaults. DAPO's dynamic sampling is the loop's part;
 its overlong penalty is a `RewardShaping` with the run's own lengths. `gdpo` needs the parts of its score named."""

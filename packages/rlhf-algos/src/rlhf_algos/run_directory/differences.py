@@ -16,7 +16,7 @@ _NONE = (
     *("reward.**.url", "reward.**.urls.**", "reward.**.timeout_s", "reward.**.workers"),
     *("reward.on_failure.**", "reward.**.on_failure.**", "train.steps", "train.epochs", "rounds"),
     # Known by their content, wherever they lie: see the fingerprint.
-    *("model.path", "model.reference", "model.critic", "model.tokenizer", "data.train.*.path"),
+    *("model.path", "model.reference", "model.critic", "model.teacher", "model.tokenizer", "data.train.*.path"),
     "data.pretrain.*.path",
     *("reward.model", "reward.parts.*.path"),
 )

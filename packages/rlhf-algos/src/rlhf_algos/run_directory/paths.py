@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 
-_MODELS = ("path", "reference", "critic", "tokenizer", "chat_template")
+_MODELS = ("path", "reference", "critic", "teacher", "tokenizer", "chat_template")
 
 
 def absolute_path(path: str) -> str:

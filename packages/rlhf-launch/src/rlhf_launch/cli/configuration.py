@@ -10,6 +10,7 @@ import typer
 from rlhf_algos import (
     METHODS,
     NAMED_RECIPES,
+    LearnsFromTeacher,
     OfflineConfig,
     commented_yaml,
     from_mapping,
@@ -109,10 +110,14 @@ def starting_file(method: str, *, full: bool = False) -> str:
     if name in NAMED_RECIPES:
         algorithm = {"name": name, **_NEEDED.get(name, {})}
         settings = common | {"algorithm": algorithm, "reward": {"function": "rlhf_rollout:math_answer"}}
-        if make_recipe(name, _NEEDED.get(name)).min_samples_per_prompt < 2:
-            settings["rollout"] = {"samples_per_prompt": 1}
-        config: Any = from_mapping(OnlineConfig, settings, source="rlhf init")
+        recipe = make_recipe(name, _NEEDED.get(name))
         command, rows, keys = f"rlhf train {name}.yaml", _PROMPTS, _ONLINE_KEYS
+        if recipe.min_samples_per_prompt < 2:
+            settings["rollout"] = {"samples_per_prompt": 1}
+        if isinstance(recipe, LearnsFromTeacher):
+            settings |= {"model": {"path": settings["model"], "teacher": "path/of/the/teacher"}, "reward": {}}
+            rows, keys = '{"prompt": ...}', ("model.teacher", *keys)
+        config: Any = from_mapping(OnlineConfig, settings, source="rlhf init")
     elif name in METHODS:
         algorithm = {"name": name, **_NEEDED.get(name, {})}
         config = from_mapping(OfflineConfig, common | {"algorithm": algorithm}, source="rlhf init")

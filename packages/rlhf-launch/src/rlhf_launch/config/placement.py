@@ -11,6 +11,7 @@ from rlhf_core import ConfigError, check_whole
 
 REWARD = "reward "
 """Beginning of the name that a reward part's engine has among the roles of a run: `reward helpful`."""
+_ROLES = ("policy", "critic", "reference", "teacher", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +24,8 @@ class RolePlacement:
     cpus: float | None = None
     """CPU cores reserved per worker; null for `placement.cpus_per_worker`."""
     colocate_with: str | None = None
-    """A role whose devices this one shares (`policy`, `critic`, `reference`, `rollout`, `reward.<part>`); the roles
-    take turns there. Null for devices of its own."""
+    """A role whose devices this one shares (`policy`, `critic`, `reference`, `teacher`, `rollout`,
+    `reward.<part>`); the roles take turns there. Null for devices of its own."""
     hosts: int | tuple[str, ...] | None = None
     """How many hosts the workers are spread over evenly, or which (addresses, as Ray knows them); null for as few
     hosts as have room."""
@@ -56,7 +57,8 @@ class RolloutPlacement(RolePlacement):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlacement(RolePlacement):
-    """Where a training engine sits that has no section of its own: the critic, the reference, a reward model."""
+    """Where a training engine sits that has no section of its own: the critic, the reference, the teacher, a reward
+    model."""
 
     ranks: int | None = None
     """Ranks of the engine; null for `train.ranks` (for a reward model: 1)."""
@@ -92,6 +94,8 @@ class OnlinePlacementSection(PlacementSection):
     reference: EnginePlacement = field(default_factory=EnginePlacement)
     """The reference, where the algorithm measures KL. With adapters it is the policy with its adapters off, and has
     no workers."""
+    teacher: EnginePlacement = field(default_factory=EnginePlacement)
+    """The teacher of on-policy distillation."""
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     """The generator; `rollout.engines` of it."""
     reward: Mapping[str, EnginePlacement] = field(default_factory=dict)
@@ -104,10 +108,10 @@ class OnlinePlacementSection(PlacementSection):
                 other = _role_name(role.colocate_with)
                 if other == name:
                     raise ConfigError(f"placement: {_key(name)} is colocated with itself; name another role")
-                if other not in ("policy", "critic", "reference", "rollout") and not other.startswith(REWARD):
+                if other not in _ROLES and not other.startswith(REWARD):
                     raise ConfigError(
                         f"placement: {_key(name)}: colocate_with={role.colocate_with!r} is no role; write policy, "
-                        "critic, reference, rollout or reward.<part>"
+                        "critic, reference, teacher, rollout or reward.<part>"
                     )
 
     def of(self, role: str) -> RolePlacement:
@@ -119,7 +123,7 @@ class OnlinePlacementSection(PlacementSection):
     def roles(self) -> Iterator[tuple[str, RolePlacement]]:
         """Every role that can be written of, by its name in a run."""
         yield from (("policy", self.policy), ("critic", self.critic))
-        yield from (("reference", self.reference), ("rollout", self.rollout))
+        yield from (("reference", self.reference), ("teacher", self.teacher), ("rollout", self.rollout))
         yield from ((REWARD + part, role) for part, role in self.reward.items())
 
     def partners(self) -> dict[str, str]:
@@ -160,7 +164,8 @@ def shared_roles(
 
     Args:
         placement: who sits with whom.
-        roles: the roles of the run, by name (`policy`, `critic`, `reference`, `reward <part>`, `rollout`).
+        roles: the roles of the run, by name (`policy`, `critic`, `reference`, `teacher`, `reward <part>`,
+            `rollout`).
         others_alone: pass over partners that the run does not have, rather than refuse them.
 
     Raises:

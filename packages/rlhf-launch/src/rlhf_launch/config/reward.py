@@ -82,6 +82,11 @@ class RewardSection:
             if value is not None and name in self.parts:
                 raise ConfigError(f"reward.{name} is the short form of reward.parts.{name}, which is there too")
 
+    @property
+    def given(self) -> bool:
+        """Whether there is any part, that of an environment aside."""
+        return bool(self.parts) or self.function is not None or self.model is not None
+
     def all_parts(self, *, environment: bool) -> dict[str, RewardPart]:
         """The parts by name, the short forms and that of an environment included.
 

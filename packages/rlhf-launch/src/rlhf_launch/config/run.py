@@ -12,6 +12,8 @@ from rlhf_algos import (
     CheckpointSection,
     DataSource,
     EvaluationSection,
+    LearnsFromPairs,
+    LearnsFromTeacher,
     LengthSection,
     ModelSection,
     OffPolicyCorrection,
@@ -29,6 +31,7 @@ from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacemen
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
+from rlhf_launch.config.signals import check_signals
 from rlhf_launch.config.weight_sync import WeightSyncSection
 
 POLICY_RATE = 1e-6
@@ -208,7 +211,9 @@ class OnlineConfig:
             critic_optimizer=self.train.critic_optimizer.with_default_rate(CRITIC_RATE * factor),
         )
         object.__setattr__(self, "train", train)
-        self.reward.all_parts(environment=self.rollout.agent is not None)
+        if self.is_scored or self.needs_scores:
+            self.reward.all_parts(environment=self.rollout.agent is not None)
+        check_signals(self)
         self._check_samples()
         self._check_models()
         self._check_overlap()
@@ -270,13 +275,13 @@ class OnlineConfig:
                 "rollout.overlap there are none; write e.g. rollout.overlap.max_staleness=1, or leave it out"
             )
         beside = {role for members in self.shared if "rollout" in members for role in members}
-        if overlap is not None and (others := beside & {"policy", "critic", "reference"}):
+        if overlap is not None and (others := beside & {"policy", "critic", "reference", "teacher"}):
             raise ConfigError(
                 f"rollout.overlap lets generation go on while the others work, but {min(others)} takes turns with "
                 "it on the same devices (placement.*.colocate_with); leave rollout.overlap out, or give the "
                 "rollout engines devices of their own"
             )
-        if "log_probs" not in self.algorithm.recipe.old_outputs:
+        if "log_probs" not in self.algorithm.recipe.old_outputs and not self.learns_from_pairs:
             self._check_sampler_stands_in()
         if overlap is not None and overlap.off_policy_correction and not self.rollout.sampling.meaning.plain:
             raise ConfigError(
@@ -317,7 +322,7 @@ class OnlineConfig:
                 f"placement.reward.{unknown[0]}: the reward has no part of this name with a model of its own; "
                 f"there are: {there}"
             )
-        for name in ("critic", "reference"):
+        for name in ("critic", "reference", "teacher"):
             if name not in self.roles and self.placement.of(name) != EnginePlacement():
                 why = f"algorithm {self.algorithm.name!r} has no {name}; leave it out"
                 if name == "reference" and self.reference_is_policy:
@@ -327,14 +332,39 @@ class OnlineConfig:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have workers: `policy`, `critic`, `reference`, `reward <part>`, `rollout`."""
+        """The roles that have workers: `policy`, `critic`, `reference`, `teacher`, `reward <part>`, `rollout`."""
         recipe = self.algorithm.recipe
         roles = ["policy"]
         if recipe.needs_critic:
             roles.append("critic")
         if recipe.needs_reference and not self.reference_is_policy:
             roles.append("reference")
+        if self.needs_teacher:
+            roles.append("teacher")
         return (*roles, *(REWARD + name for name in self.reward.engine_parts()), "rollout")
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether the algorithm trains on the best and the worst sample of each prompt."""
+        recipe = self.algorithm.recipe
+        return isinstance(recipe, LearnsFromPairs) and recipe.learns_from_pairs
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the algorithm reads what a teacher says of the samples."""
+        recipe = self.algorithm.recipe
+        return isinstance(recipe, LearnsFromTeacher) and recipe.needs_teacher
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the algorithm reads the scores of the task."""
+        recipe = self.algorithm.recipe
+        return not isinstance(recipe, LearnsFromTeacher) or recipe.needs_scores
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is a reward, or an environment, which gives one."""
+        return self.reward.given or self.rollout.agent is not None
 
     @property
     def reference_is_policy(self) -> bool:

@@ -46,8 +46,8 @@ class PhaseClock:
         return metrics
 
 
-def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Reward, its components, lengths and truncation of one step's samples."""
+def sample_metrics(groups: Sequence[ScoredGroup], *, scored: bool = True) -> dict[str, float]:
+    """Reward, its components, lengths and truncation of one step's samples; no reward where none is `scored`."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.episode_scores]
     values = [score.value for score in scores]
@@ -58,6 +58,8 @@ def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response_length": sum(t.response_length for t in trajectories) / len(scores),
         "truncated": sum(t.truncated for t in trajectories) / len(trajectories),
     }
+    if not scored:
+        del metrics["reward"], metrics["reward_std"]
     greedy = [group.greedy_score for group in groups if group.greedy_score is not None]
     if greedy:
         metrics["reward_greedy"] = sum(greedy) / len(greedy)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_algos import check_same_vocabulary
 from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_transport
 from rlhf_rollout import ChatTokens, check_agent
 
@@ -13,6 +14,7 @@ from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.online.evaluation import HeldOut
 from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
+from rlhf_launch.samples.curriculum import difficulties
 from rlhf_launch.samples.pretraining import PretrainingText, load_pretraining
 from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, check_reward
@@ -51,6 +53,16 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     }.items():
         if path is not None:
             check_model_path(path, what=key)
+    model = config.model
+    if model.teacher is not None:
+        check_same_vocabulary(
+            model.teacher,
+            model.path,
+            key="model.teacher",
+            tokenizer=model.tokenizer,
+            larger=True,
+            trust_remote_code=model.trust_remote_code,
+        )
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
     tokenizer = policy_tokenizer(config.model)
@@ -89,6 +101,8 @@ def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str
             f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(train.prompts)} prompts "
             f"of {data.description}; lower it, or give more data"
         )
+    if data.curriculum is not None:
+        difficulties(train.prompts, data.curriculum, data.description)
     dropped, sampling = train.dropped, config.rollout.sampling
     held_out: dict[str, HeldOut] = {}
     own = load_prompts(config.evaluation.data, tokenizer, form)

@@ -15,7 +15,18 @@ from rlhf_algos import MetricsWriter, StepFile
 
 from rlhf_launch.online.evaluation import Evaluation
 
-_SHOWN = ("reward", "response_length", "kl", "entropy", "clip_fraction", "grad_norm", "truncated")
+_SHOWN = (
+    *(
+        "reward",
+        "teacher/reverse_kl",
+        "response_length",
+        "kl",
+        "entropy",
+        "clip_fraction",
+        "grad_norm",
+        "truncated",
+    ),
+)
 
 
 class Reporter:

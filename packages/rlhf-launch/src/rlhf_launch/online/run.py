@@ -213,6 +213,7 @@ def _fingerprint(config: OnlineConfig, inputs: Inputs) -> dict[str, Any]:
     """What a resumed run must have in common with the one that was begun, besides its settings."""
     model = config.model
     models = {"model.path": model.path, "model.reference": model.reference, "model.critic": model.critic}
+    models["model.teacher"] = model.teacher
     judges = {f"reward {name}": part.path for name, part in config.reward.engine_parts().items()}
     pretrain = {f"data.pretrain[{place}]": data_fingerprint(one) for place, one in enumerate(config.data.pretrain)}
     return pretrain | run_fingerprint(

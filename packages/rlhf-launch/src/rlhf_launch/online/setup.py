@@ -26,6 +26,7 @@ from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.placement.plans import all_training_plans, rollout_plans
 from rlhf_launch.placement.resolve import resolved
 from rlhf_launch.placement.start import Workers, executor_of, start_workers
+from rlhf_launch.samples.curriculum import CurriculumStream, dataset_names
 from rlhf_launch.samples.groups import GroupMaker, MakeGroups
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 from rlhf_launch.samples.pretraining import PretrainingStream, PretrainingText
@@ -147,7 +148,13 @@ def _start(config: OnlineConfig, inputs: Inputs, reporter: Reporter, waits: Wait
 
 
 def prompt_stream(config: OnlineConfig, inputs: Inputs) -> PromptStream:
-    """The endless stream of training prompts, mixed by weights where the configuration gives any."""
+    """The endless stream of training prompts, mixed by weights where the configuration gives any, or by a
+    curriculum."""
+    data = config.data
+    if data.curriculum is not None:
+        names = dataset_names([source.path for source in data.train])
+        rules, where = data.curriculum, data.description
+        return CurriculumStream(inputs.prompts, rules, seed=config.seed, names=names, data=where)
     sets = inputs.prompts
     weighted = any(source.weight is not None for source in config.data.train)
     return PromptStream(
@@ -208,6 +215,8 @@ def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText |
         critic=workers.training.get("critic"),
         reference=workers.training.get("reference"),
         reference_is_policy=config.reference_is_policy,
+        teacher=workers.training.get("teacher"),
+        scored=config.is_scored,
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
         plan=plan_of(config),

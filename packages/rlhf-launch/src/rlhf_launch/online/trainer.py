@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from rlhf_algos import KLController, LearnsText, Recipe, mix_pretraining
-from rlhf_core import Metric, RaggedBatch, StepReport, order_in_groups
+from rlhf_algos import PAIR_SIDE, KLController, LearnsFromPairs, LearnsText, Recipe, mix_pretraining
+from rlhf_core import CapabilityError, Metric, RaggedBatch, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
@@ -18,6 +18,7 @@ from rlhf_launch.samples.groups import rows_of_groups, staleness
 from rlhf_launch.samples.pretraining import PretrainingStream
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
+from rlhf_launch.workers.episodes import EPISODES
 from rlhf_launch.workers.prepare import columns_of_rows, in_parts, prepare_rows
 from rlhf_launch.workers.train_group import RowColumns, TrainGroup
 
@@ -41,11 +42,14 @@ class UpdatePlan:
     (see `Trainer.asked_before`)."""
 
     def order(self, groups: Sequence[int], step: int, *, ranks: int) -> Order:
-        """The rows of each optimizer step of all passes, for the samples of the step after `step` steps.
+        """The rows (or pairs of rows, where `groups` are theirs) of each optimizer step of all passes, for the
+        samples of the step after `step` steps.
 
         Rows of one group, which share a prompt, are in one portion wherever there are enough groups: the prompt is
-        run once for them.
+        run once for them. Where there is no row, there is no portion.
         """
+        if not groups:
+            return []
         drawn: Order = []
         for epoch in range(self.epochs):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 101 + epoch)
@@ -65,6 +69,7 @@ class Trainer:
     reference: TrainGroup | None = None
     reference_is_policy: bool = False
     """The reference is the policy with its adapters off, on the policy's own ranks."""
+    teacher: TrainGroup | None = None
     recipe: Recipe
     kl: KLController
     plan: UpdatePlan = field(default_factory=UpdatePlan)
@@ -72,6 +77,8 @@ class Trainer:
     """Reward models, which score samples as they come; here for their idle seconds."""
     pretraining: PretrainingStream | None = None
     """Text that the policy learns beside its samples."""
+    scored: bool = True
+    """Whether the samples have scores of a reward."""
     one_at_a_time: bool = False
     """Whether all roles share the cores of one process, so that nothing is won by working at the same time."""
 
@@ -111,20 +118,22 @@ class Trainer:
                 found.pop("mismatch/log_prob_max", None)
         self.kl.update(_kl_of(before, measured), batch.rows)
         metrics = (
-            sample_metrics(groups)
+            sample_metrics(groups, scored=self.scored)
             | staleness(groups, step)
             | before
             | measured
             | self.memory()
             | ({} if self.pretraining is None else {"ptx_passes": self.pretraining.passes(step + 1)})
             | {"kl_coef": kl_coef, "scoring_pass": float("policy" in asked)}
+            | self.pair_metrics(batch, len(groups))
         )
         trace.metrics = metrics
         return batch, metrics
 
     def asked_before(self, step: int) -> dict[str, tuple[str, ...]]:
         """What each role is asked about the samples before they are trained on, after `step` steps: the policy for
-        `old_<field>`, the reference for `ref_log_probs`, the critic for `values`.
+        `old_<field>`, the reference for `ref_log_probs`, the teacher for `teacher_log_probs`, the critic for
+        `values`.
 
         Where the samples are trained on once, all together, the update's own log-probs are the old ones, and the
         policy is asked for nothing, unless the algorithm must know them before.
@@ -137,6 +146,8 @@ class Trainer:
             asked["policy"] = outputs
         if self.reference is not None or self.reference_is_policy:
             asked["reference"] = ("log_probs",)
+        if self.teacher is not None:
+            asked["teacher"] = ("log_probs",)
         if self.critic is not None:
             asked["critic"] = ("values",)
         return asked
@@ -153,7 +164,12 @@ class Trainer:
     def score(self, batch: RaggedBatch, asked: Mapping[str, tuple[str, ...]]) -> RaggedBatch:
         """Add what the roles are asked for (see `asked_before`); those with devices of their own work at the same
         time."""
-        groups = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        groups = {
+            "policy": self.policy,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "critic": self.critic,
+        }
 
         def begin(role: str) -> Begun[RowColumns]:
             if role == "reference" and self.reference_is_policy:
@@ -164,7 +180,7 @@ class Trainer:
             return group.begin_score_rows(batch, asked[role])
 
         for role, found in self._together(list(asked), begin).items():
-            prefix = {"policy": "old_", "reference": "ref_", "critic": ""}[role]
+            prefix = {"policy": "old_", "reference": "ref_", "teacher": "teacher_", "critic": ""}[role]
             if missing := set(asked[role]) - set(found):
                 raise RuntimeError(f"the {role} was asked for {', '.join(sorted(missing))} and did not return it")
             columns = {f"{prefix}{name}": found[name] for name in asked[role]}
@@ -172,6 +188,35 @@ class Trainer:
                 columns["routed_experts"] = found["routed_experts"]
             batch = batch.with_columns(**columns)
         return batch
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether the algorithm trains on pairs of rows."""
+        return isinstance(self.recipe, LearnsFromPairs) and self.recipe.learns_from_pairs
+
+    def units(self, batch: RaggedBatch) -> list[list[int]]:
+        """What is trained on, each unit's rows in the order of the loss: single rows, or chosen and rejected.
+
+        Raises:
+            CapabilityError: an episode of several rows cannot be half of a pair.
+        """
+        if not self.learns_from_pairs:
+            return [[row] for row in range(batch.rows)]
+        if EPISODES in batch.per_row:
+            raise CapabilityError(
+                "episodes of several trajectories cannot be paired: a preference loss takes one row for each "
+                "response; use an agent whose episodes are one trajectory, or another algorithm"
+            )
+        sides, groups = batch[PAIR_SIDE].tolist(), batch["group_ids"].tolist()
+        chosen, rejected = ({groups[row]: row for row, side in enumerate(sides) if side == s} for s in (1, 2))
+        return [[row, rejected[group]] for group, row in chosen.items()]
+
+    def pair_metrics(self, batch: RaggedBatch, prompts: int) -> dict[str, float]:
+        """`pairs` that are trained on, and `ties`: prompts of the step that gave none."""
+        if not self.learns_from_pairs:
+            return {}
+        pairs = len(self.units(batch))
+        return {"pairs": float(pairs), "ties": float(prompts - pairs)}
 
     def update(self, batch: RaggedBatch, step: int, trace: StepTrace | None = None) -> dict[str, list[StepReport]]:
         """All optimizer steps of one batch of samples; reports by role, which the trace has as they come.
@@ -186,15 +231,19 @@ class Trainer:
             for role, group in trained.items()
             if group is not None and (loss := losses[role]) is not None
         }
+        units = self.units(batch)
         if trace.order is None:
-            trace.order = self.plan.order(batch["group_ids"].tolist(), step, ranks=self.policy.ranks)
+            groups = batch["group_ids"].tolist()
+            drawn = self.plan.order([groups[unit[0]] for unit in units], step, ranks=self.policy.ranks)
+            trace.order = [[row for unit in portion for row in units[unit]] for portion in drawn]
         if trace.pretraining is None and self.pretraining is not None and "policy" in work:
             trace.pretraining = self.pretraining.of_step(step)
+        together = 2 if self.learns_from_pairs else 1
         # Where they share devices, each takes all its steps in one turn: to change places costs seconds.
         apart = not self.one_at_a_time and "policy" not in self.policy.devices.neighbours("critic")
         for turn in [list(work)] if apart else [[role] for role in work]:
             for place, rows in enumerate(trace.order):
-                minibatch = batch.select(rows)
+                minibatch = replace(batch.select(rows), rows_per_unit=together)
 
                 def begin(role: str, place: int = place, minibatch: RaggedBatch = minibatch) -> Begun[StepReport]:
                     group, loss = work[role]
@@ -228,7 +277,7 @@ class Trainer:
 
     def take_idle_seconds(self) -> dict[str, float]:
         """Seconds since the last call in which a role had nothing to do, by role."""
-        groups = [self.policy, self.critic, self.reference, *self.rewards]
+        groups = [self.policy, self.critic, self.reference, self.teacher, *self.rewards]
         # The reward of a part is called `reward <part>`.
         return {group.name.replace(" ", "/"): group.take_idle_seconds() for group in groups if group is not None}
 

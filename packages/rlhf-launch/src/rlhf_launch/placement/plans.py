@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from rlhf_core import (
     ROLLOUT_BACKENDS,
@@ -34,8 +34,11 @@ from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.rollout_part import RolloutPart
 from rlhf_launch.workers.train_rank import TrainWorker
 
+TrainRole = Literal["policy", "critic", "reference", "teacher"]
+"""The training roles of a run, reward models aside. To its engine a teacher is a reference."""
 
-def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role) -> list[WorkerPlan]:
+
+def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: TrainRole) -> list[WorkerPlan]:
     """The ranks of one training role."""
     trained = role in ("policy", "critic")
     lora, placed = config.model.lora, config.placement.of(role)
@@ -43,11 +46,12 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role)
     shared_rows = config.train.sequence_parallel_size
     own = placed.options if isinstance(placed, EnginePlacement) else {}
     engine_config = replace(
-        _engine_config(config, backends, model_of(config, role), role),
+        _engine_config(config, backends, model_of(config, role), "reference" if role == "teacher" else role),
         optimizer=_optimizer_of(config, role),
         gradient_checkpointing=config.train.gradient_checkpointing,
-        # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy.
-        lora=lora if trained or (lora is not None and lora.quantize is not None) else None,
+        # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy; a teacher is
+        # a model of its own.
+        lora=lora if trained or (role == "reference" and lora is not None and lora.quantize is not None) else None,
         average_decay=config.train.average_decay if role == "policy" else None,
         # A role with ranks of its own shares rows as the policy does where its ranks can be grouped so.
         sequence_parallel_size=shared_rows if ranks % shared_rows == 0 else 1,
@@ -68,7 +72,7 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Role)
     return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config, role))
 
 
-def ranks_of(config: OnlineConfig, role: Role) -> int:
+def ranks_of(config: OnlineConfig, role: TrainRole) -> int:
     """Ranks of a training role; by default those of the policy."""
     placed = config.placement.of(role)
     own = placed.ranks if isinstance(placed, EnginePlacement) else None
@@ -362,12 +366,12 @@ def weight_buffer_bytes(device: str, weights: WeightSyncSection | None, *, share
     return 0 if shares_devices else receiver_bytes("nccl", weights.bucket_bytes)
 
 
-def roles_of(config: OnlineConfig) -> list[Role]:
+def roles_of(config: OnlineConfig) -> list[TrainRole]:
     """The training roles of a run, the policy first; reward models have plans of their own."""
-    return [role for role in get_args(Role) if role in config.roles]
+    return [role for role in get_args(TrainRole) if role in config.roles]
 
 
-def model_of(config: OnlineConfig, role: Role) -> str:
+def model_of(config: OnlineConfig, role: TrainRole) -> str:
     """What a training role loads."""
     model = config.model
     judges = [part.path for part in config.reward.engine_parts().values() if isinstance(part, ModelRewardConfig)]
@@ -375,11 +379,12 @@ def model_of(config: OnlineConfig, role: Role) -> str:
         "policy": model.path,
         "reference": model.reference or model.path,
         "critic": model.critic or (judges or [model.path])[0],
+        "teacher": model.teacher or model.path,
     }
     return start[role]
 
 
-def _optimizer_of(config: OnlineConfig, role: Role) -> OptimizerConfig | None:
+def _optimizer_of(config: OnlineConfig, role: TrainRole) -> OptimizerConfig | None:
     if role not in ("policy", "critic"):
         return None
     train = config.train

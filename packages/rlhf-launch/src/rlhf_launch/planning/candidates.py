@@ -75,7 +75,7 @@ def device_sets_of(grouping: Grouping, roles: tuple[str, ...]) -> list[tuple[str
     if grouping == "separate":
         return [(role,) for role in roles]
     rewards = tuple(role for role in roles if role.startswith(REWARD))
-    pairs = [("policy", *(role for role in roles if role == "reference"))]
+    pairs = [("policy", *(role for role in roles if role in ("reference", "teacher")))]
     pairs += [("critic", *rewards)] if "critic" in roles else [(role,) for role in rewards]
     return [*pairs, ("rollout",)]
 

@@ -107,7 +107,7 @@ def overlap_line(config: OnlineConfig, seconds: Mapping[str, Seconds]) -> str:
         seconds: of its phases.
     """
     beside = {role for members in config.shared if "rollout" in members for role in members}
-    if others := sorted(beside & {"policy", "critic", "reference"}):
+    if others := sorted(beside & {"policy", "critic", "reference", "teacher"}):
         return f"overlap: not here, where generation shares its devices with {', '.join(others)}"
     turns = sum(one.value for name, one in seconds.items() if name != "step")
     overlapped = sum(seconds[name].value for name in longer_phases(seconds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from rlhf_algos import Recipe, make_recipe
+from rlhf_algos import LearnsFromPairs, Recipe, make_recipe
 from rlhf_core import Batch, Loss, Role
 
 _COLUMNS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "returns", "old_values")
@@ -66,6 +66,8 @@ def planned_loss(role: Role, recipe: Recipe | None = None) -> Loss:
         ValueError: the algorithm trains no such role.
     """
     recipe = recipe or make_recipe("ppo", {})
+    if role == "policy" and isinstance(recipe, LearnsFromPairs):
+        recipe = make_recipe("grpo", {})  # a preference loss asks the model for the same, and needs rows in pairs
     loss = recipe.policy_loss() if role == "policy" else recipe.value_loss()
     if loss is None:
         raise ValueError(f"the algorithm has no loss for the {role}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rlhf_core import Batch, RaggedBatch, Role, check_model_path
+from rlhf_core import Batch, RaggedBatch, check_model_path
 
 from rlhf_launch.bundles.bundle import Bundle, read_bundle
 from rlhf_launch.bundles.trace import StepTrace
@@ -19,7 +19,7 @@ from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.setup import plan_of
 from rlhf_launch.online.trainer import Trainer
-from rlhf_launch.placement.plans import roles_of
+from rlhf_launch.placement.plans import TrainRole, roles_of
 from rlhf_launch.replay.parting import (
     Parting,
     part_batches,
@@ -111,6 +111,8 @@ class _Rerun:
             needed["model.reference"] = model.reference or model.path
         if self.config.algorithm.recipe.needs_critic and model.critic is not None:
             needed["model.critic"] = model.critic
+        if model.teacher is not None:
+            needed["model.teacher"] = model.teacher
         for key, path in needed.items():
             check_model_path(path, what=key)
 
@@ -148,7 +150,7 @@ class _Rerun:
             models = export_state(self._then_on_one_process(), models, scratch / "then")
         return starting_from(self.config, models)
 
-    def _load(self, groups: dict[Role, TrainGroup], start: StartingWeights) -> None:
+    def _load(self, groups: dict[TrainRole, TrainGroup], start: StartingWeights) -> None:
         for role in TRAINED:
             if role in groups and role in start.folders:
                 groups[role].load(start.folders[role])
@@ -156,7 +158,7 @@ class _Rerun:
                 self.notes.append(f"{role}: {start.words} has none, so it begins anew")
 
     def _step(
-        self, config: OnlineConfig, groups: dict[Role, TrainGroup]
+        self, config: OnlineConfig, groups: dict[TrainRole, TrainGroup]
     ) -> tuple[StepTrace, list[Parting], str | None]:
         """Take the step; an error is part of the result where the step ended in one then, too."""
         bundle = self.bundle
@@ -166,6 +168,8 @@ class _Rerun:
             critic=groups.get("critic"),
             reference=groups.get("reference"),
             reference_is_policy=config.reference_is_policy,
+            teacher=groups.get("teacher"),
+            scored=config.is_scored,
             recipe=config.recipe,
             kl=config.recipe.kl_controller(),
             plan=plan_of(config),
@@ -232,7 +236,9 @@ class _Rerun:
             )
         return found
 
-    def _weights_after(self, groups: dict[Role, TrainGroup], trace: StepTrace, scratch: Path) -> Iterator[Parting]:
+    def _weights_after(
+        self, groups: dict[TrainRole, TrainGroup], trace: StepTrace, scratch: Path
+    ) -> Iterator[Parting]:
         """The trained weights after the step beside those of the next checkpoint, if there is one."""
         store, step = run_checkpoints(self.bundle), self.bundle.step
         if self.order is None or not self.optimizer_carried:
@@ -240,7 +246,7 @@ class _Rerun:
         if step not in store.steps():
             self.notes.append(f"weights after the step: there is no checkpoint of step {step} to compare them with")
             return
-        roles: list[Role] = [role for role in TRAINED if role in groups and (store.path(step) / role).is_dir()]
+        roles: list[TrainRole] = [role for role in TRAINED if role in groups and (store.path(step) / role).is_dir()]
         for role in roles:
             groups[role].export(scratch / "now" / role)
         if self.takes_state:
@@ -248,7 +254,7 @@ class _Rerun:
                 groups[role].load(store.path(step) / role)
                 groups[role].export(scratch / "next" / role)
         else:
-            folders: dict[Role, Path] = {role: store.path(step) / role for role in roles}
+            folders: dict[TrainRole, Path] = {role: store.path(step) / role for role in roles}
             export_state(self._then_on_one_process(), folders, scratch / "next")
         for role in roles:
             yield part_models(role, scratch / "next" / role, scratch / "now" / role, self.tolerance)

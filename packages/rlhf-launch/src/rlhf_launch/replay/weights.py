@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_algos import CheckpointStore, manifest_problem
-from rlhf_core import CheckpointError, ConfigError, DataError, Role
+from rlhf_core import CheckpointError, ConfigError, DataError
 
 from rlhf_launch.bundles.bundle import Bundle
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.executor import LocalExecutor
-from rlhf_launch.placement.plans import model_of, training_plans
+from rlhf_launch.placement.plans import TrainRole, model_of, training_plans
 from rlhf_launch.placement.resolve import ResolvedBackends
 from rlhf_launch.workers.handles import close_workers
 from rlhf_launch.workers.train_group import TrainGroup
 
 MANIFEST = "manifest.json"
-TRAINED: tuple[Role, ...] = ("policy", "critic")
+TRAINED: tuple[TrainRole, ...] = ("policy", "critic")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class StartingWeights:
     kind: Literal["state", "model", "beginning"]
     """What there is of each trained role: an engine's whole state, a Transformers directory, or nothing, as the run
     began with the models that its settings name."""
-    folders: Mapping[Role, Path] = field(default_factory=dict)
+    folders: Mapping[TrainRole, Path] = field(default_factory=dict)
     """Where each trained role's are; empty at the beginning."""
     words: str
     """`the checkpoint of step 122`."""
@@ -41,7 +41,7 @@ def _weights(kind: Literal["state", "model"], folder: Path, words: str) -> Start
     return StartingWeights(kind=kind, folders=_role_folders(folder), words=words)
 
 
-def _role_folders(folder: Path) -> dict[Role, Path]:
+def _role_folders(folder: Path) -> dict[TrainRole, Path]:
     return {role: folder / role for role in TRAINED if (folder / role).is_dir()}
 
 
@@ -121,7 +121,7 @@ def check_convertible(bundle_config: OnlineConfig, start: StartingWeights, engin
 
 
 @contextmanager
-def local_roles(config: OnlineConfig, roles: Sequence[Role]) -> Iterator[dict[Role, TrainGroup]]:
+def local_roles(config: OnlineConfig, roles: Sequence[TrainRole]) -> Iterator[dict[TrainRole, TrainGroup]]:
     """Training engines of these roles, one rank each, in this process; closed when the block ends."""
     backends = ResolvedBackends(
         executor="local",
@@ -134,7 +134,7 @@ def local_roles(config: OnlineConfig, roles: Sequence[Role]) -> Iterator[dict[Ro
     plans = [training_plans(config, backends, role)[0] for role in roles]
     handles = LocalExecutor().place(plans)
     try:
-        groups: dict[Role, TrainGroup] = {
+        groups: dict[TrainRole, TrainGroup] = {
             role: TrainGroup(role, [handle]) for role, handle in zip(roles, handles, strict=True)
         }
         for group in groups.values():
@@ -144,7 +144,7 @@ def local_roles(config: OnlineConfig, roles: Sequence[Role]) -> Iterator[dict[Ro
         close_workers(handles)
 
 
-def export_state(config: OnlineConfig, folders: Mapping[Role, Path], target: Path) -> dict[Role, Path]:
+def export_state(config: OnlineConfig, folders: Mapping[TrainRole, Path], target: Path) -> dict[TrainRole, Path]:
     """Write the models of a checkpoint as Transformers directories, by an engine of the kind that wrote it.
 
     Args:
@@ -162,7 +162,7 @@ def export_state(config: OnlineConfig, folders: Mapping[Role, Path], target: Pat
     return _role_folders(target)
 
 
-def starting_from(config: OnlineConfig, models: Mapping[Role, Path]) -> OnlineConfig:
+def starting_from(config: OnlineConfig, models: Mapping[TrainRole, Path]) -> OnlineConfig:
     """The settings with the trained roles' models taken from these directories, the reference's left as it was."""
     recipe, model = config.algorithm.recipe, config.model
     changes: dict[str, str | None] = {}

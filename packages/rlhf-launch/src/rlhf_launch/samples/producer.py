@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core import RewardError, StopRequest
+from rlhf_core import ConfigError, RewardError, StopRequest
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.samples.account import PromptAccount
@@ -57,7 +57,8 @@ class CollectReport:
     seconds: Mapping[str, float]
     """How long the step had to wait: `rollout` until the last sample was generated, `reward` beyond that."""
     counts: Mapping[str, float]
-    """The ledger: prompts started, used, filtered and dropped since the last step; in flight and waiting now."""
+    """The ledger: prompts started, used, filtered and dropped since the last step; in flight and waiting now. And
+    what a curriculum says of them."""
     prompts: Sequence[Mapping[str, Any]]
     """What became of each prompt that was settled since the last step; see `PromptAccount`."""
 
@@ -115,6 +116,7 @@ class Producer:
             self._open = self._config.during_training == "run"
             groups = self.ledger.take()
             counts, settled = self._new_counts(), self._account.settle(groups)
+            counts |= self._prompts.settle(entry["position"] for entry in settled)
             self._fill()
         if not groups:
             raise RewardError(
@@ -156,6 +158,7 @@ class Producer:
             accounts, groups = self.ledger.state()
             plain = {
                 "prompt_position": self._prompts.position,
+                "curriculum": self._prompts.state(),
                 "ledger": accounts,
                 "reported": dict(self._reported),
                 "unused": self._account.state(),
@@ -163,12 +166,25 @@ class Producer:
             return plain, groups
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[ScoredGroup], *, step: int) -> None:
-        """Continue from a saved state, before `step`, with the engines at that version; what runs is given up."""
+        """Continue from a saved state, before `step`, with the engines at that version; what runs is given up.
+
+        Raises:
+            ConfigError: prompts are under way that were drawn with a curriculum and it is gone, or the reverse:
+                their positions would stand for others.
+        """
         with self._lock:
             self._open = False
         self._thread.cancel_all()
         with self._lock:
             self._prompts.position = state["prompt_position"]
+            before = state.get("curriculum")
+            under_way = state["ledger"]["in_flight"] or state["ledger"]["finished"]
+            if under_way and (before is None) != (self._prompts.state() is None):
+                raise ConfigError(
+                    "data.curriculum cannot begin or end at this checkpoint, at which prompts were under way: "
+                    f"resume {'without it' if before is None else 'with it'}, or begin a new run"
+                )
+            self._prompts.restore(before)
             self.ledger.restore(state["ledger"], groups, step=step)
             self._reported = Counter(state["reported"])
             self._account.restore(state["unused"])
@@ -239,6 +255,8 @@ class Producer:
     def _record(self, position: int, group: ScoredGroup) -> None:
         ledger = self.ledger
         ledger.counts["dropped_samples"] += len(group.dropped)
+        if group.scores:
+            self._prompts.note(position, [score.value for score in group.episode_scores])
         if not group.trajectories:
             reason = group.dropped[0].reason
             _log.warning("prompt %d is dropped, no sample has a score: %s", position, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -312,6 +312,20 @@ class PromptStream:
                 del self._orders[next(iter(self._orders))]
             self._orders[epoch] = self._ordered(epoch)
         return self._prompts[self._orders[epoch][index]]
+
+    def note(self, position: int, scores: Sequence[float]) -> None:
+        """Take what the samples of a position scored; this order does not depend on it."""
+
+    def settle(self, positions: Iterable[int]) -> dict[str, float]:
+        """End a step, in which these positions were used or given up; returns metrics, of which there are none."""
+        return {}
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold beside the position: nothing."""
+        return None
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a saved state."""
 
     def _ordered(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompts)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rlhf_core import Closable, ConfigError, DataError, RewardFunction, Trajectory, check_model_path
+from rlhf_core import Closable, ConfigError, DataError, RewardFunction, Score, Trajectory, check_model_path
 from rlhf_rollout import (
     CombinedReward,
     EngineRewardConfig,
@@ -40,6 +40,14 @@ class Rewarder:
         # Arrays are spared the tokenizer's look at every number.
         responses = [np.asarray(trajectory.response_token_ids) for trajectory in trajectories]
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+
+class Unscored:
+    """In the place of a reward, where the algorithm reads no scores: every score is 0."""
+
+    async def score(self, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> Sequence[Score]:
+        """See RewardFunction."""
+        return [Score(value=0.0) for _ in trajectories]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +98,11 @@ class CheckedReward:
     @property
     def summary(self) -> str:
         """A line that names the parts with their kinds and weights."""
-        return " + ".join(f"{part.weight:g} * {name} ({part.kind})" for name, part in self.parts.items())
+        return (
+            "none"
+            if not self.parts
+            else " + ".join(f"{part.weight:g} * {name} ({part.kind})" for name, part in self.parts.items())
+        )
 
     def close(self) -> None:
         """End what the ready parts have started."""
@@ -105,7 +117,7 @@ def check_reward(
     """Make every part that needs no engine, and check the others' models.
 
     Args:
-        section: what the configuration says.
+        section: what the configuration says; without any part every score will be 0.
         tokenizer: the policy's.
         environment: whether there are episodes in an environment.
         trust_remote_code: whether a model's directory may bring code for its tokenizer.
@@ -115,7 +127,7 @@ def check_reward(
             another vocabulary.
         PluginError: a function that cannot be imported or called, or a missing extra.
     """
-    parts = section.all_parts(environment=environment)
+    parts = section.all_parts(environment=environment) if section.given or environment else {}
     ready: dict[str, RewardFunction] = {}
     tokenizers: dict[str, Any] = {}
     needed: dict[str, frozenset[str]] = {}
@@ -164,6 +176,8 @@ def open_reward(
             reward = checked.ready[name]
         robust = RobustReward(reward, part.on_failure or checked.on_failure, name=name)
         rewards[name] = scales.of(name, robust)
+    if not rewards:
+        return Unscored(), lambda: None
     if not checked.combined:
         (alone,) = rewards.values()
         return alone, alone.close  # type: ignore[attr-defined]
