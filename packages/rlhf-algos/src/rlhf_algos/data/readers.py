@@ -14,7 +14,26 @@ from rlhf_core import DataError
 
 from rlhf_algos.data.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
 from rlhf_algos.data.examples import Example
+from rlhf_algos.data.image_encoding import RowEncoder
+from rlhf_algos.data.images import row_images
 from rlhf_algos.data.sources import Row
+
+
+def encoder_of(row: Row, encoder: Encoder) -> Encoder:
+    """What encodes a row: the encoder itself, or for a row with images one that knows these.
+
+    Raises:
+        DataError: an image that cannot be had, or images for a model that takes none.
+    """
+    images = row_images(row, urls=encoder.options.image_urls)
+    if not images:
+        return encoder
+    if encoder.processor is None:
+        raise DataError(
+            f"{row.place} has images, and the model has no processor that takes any; give a vision-language model "
+            "with its processor's files, or write only: [...] beside the data's path without the column"
+        )
+    return RowEncoder(encoder, encoder.processor, images, row.place)
 
 
 def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
@@ -25,6 +44,7 @@ def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
     """
     if _equal_pair(row):
         return []
+    encoder = encoder_of(row, encoder)
     prompt, chosen, rejected = split_pair(row)
     rows = encoder.answers(prompt, [chosen, rejected], row.place)
     columns: dict[str, tuple[float, ...]] = {}
@@ -40,6 +60,7 @@ def triple_examples(row: Row, encoder: Encoder) -> list[Example]:
     """
     if _equal_pair(row):
         return []
+    encoder = encoder_of(row, encoder)
     prompt, chosen, rejected = split_pair(row)
     gold = _text(row, "reference")
     if isinstance(gold, str) != isinstance(chosen, str):
@@ -62,12 +83,14 @@ def unpaired_examples(row: Row, encoder: Encoder) -> list[Example]:
     if "completion" not in row and "output" not in row and "chosen" in row:
         if _equal_pair(row):
             return []
+        encoder = encoder_of(row, encoder)
         prompt, chosen, rejected = split_pair(row)
         pair = encoder.answers(prompt, [chosen, rejected], row.place)
         return [
             Example(name=f"{row.place} {side}", rows=(tokens,), columns={"desirable": (label,)})
             for side, tokens, label in zip(("chosen", "rejected"), pair, (1.0, 0.0), strict=True)
         ]
+    encoder = encoder_of(row, encoder)
     answer = _one_of(row, "completion", "output")
     prompt, completion = _prompt_and_answer(row, answer)
     label = _column(row, "label")
@@ -102,7 +125,7 @@ def supervised_examples(row: Row, encoder: Encoder) -> list[Example]:
             f"{row.place} has an instruction beside input and output, so input is not the whole prompt; merge both "
             "into one column, or write columns: {prompt: instruction, completion: output}"
         )
-    names = readings[0]
+    names, encoder = readings[0], encoder_of(row, encoder)
     if len(names) == 2:
         tokens = encoder.answers(_text(row, names[0]), [_text(row, names[1])], row.place)
         return [Example(name=row.place, rows=tuple(tokens))]
@@ -126,6 +149,8 @@ def step_examples(row: Row, encoder: Encoder) -> list[Example]:
     OpenRLHF's form is `input`, a text in which each step ends with the placeholder token, and `label` (or
     `labels`), a list of label tokens or of probabilities.
     """
+    if row_images(row):
+        raise DataError(f"{row.place} has images, which rows of reasoning steps cannot have; leave the column out")
     if "input" in row and "completions" not in row:
         return [_placeholder_example(row, encoder)]
     steps, labels = _column(row, "completions"), numbers(row, "labels")
