@@ -29,6 +29,8 @@ from rlhf_core import DataError
 from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_core.testing.vision import save_tiny_vision_model
 
+pytest.importorskip("torchvision")
+
 ROOM = LengthSection(max_length=512)
 
 
@@ -239,7 +241,6 @@ class TestEncoding:
         values = {name: marked(encoder, v) if isinstance(v, str) else v for name, v in values.items()}
         with pytest.raises(DataError, match=r"rows.jsonl row 7") as raised:
             encode_rows([row(**values)], supervised_examples, encoder, ROOM)
-        # Gemma's text has another token than its places have, and is no text with a place by itself.
         assert said in str(raised.value)
 
     def test_an_image_in_the_message_itself_and_a_video(self, encoder, row):

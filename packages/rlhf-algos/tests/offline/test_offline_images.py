@@ -25,6 +25,8 @@ from rlhf_algos import (
 from rlhf_core import ConfigError, DataError, LoraConfig
 from rlhf_core.testing.vision import save_tiny_vision_model
 
+pytest.importorskip("torchvision")
+
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 COLOURS = {"r": (210, 30, 30), "b": (30, 30, 210)}
 

@@ -28,6 +28,8 @@ from rlhf_core.testing.tiny import save_tiny_model
 from rlhf_core.testing.vision import save_tiny_vision_model
 from rlhf_core.training.micro_batches import TokenBudget, cut_batch
 
+pytest.importorskip("torchvision")
+
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "gemma3", "idefics3")
 
 

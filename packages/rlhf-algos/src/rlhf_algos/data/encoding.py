@@ -284,10 +284,12 @@ def load_encoder(
         ConfigError: there is no tokenizer.
     """
     tokenizer = load_tokenizer(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
-    return Encoder(tokenizer, options, processor=_processor_of(model, tokenizer, trust_remote_code))
+    return Encoder(
+        tokenizer, options, processor=processor_of(model, tokenizer, trust_remote_code=trust_remote_code)
+    )
 
 
-def _processor_of(model: str, tokenizer: Any, trust_remote_code: bool) -> Any:
+def processor_of(model: str, tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
     """The processor of a vision-language model, with this tokenizer and its chat template; else None."""
     from transformers import AutoConfig
 

@@ -153,7 +153,8 @@ def _check_places(example: Example, encoder: Encoder) -> None:
     """Refuse text that holds tokens of images without any image: the model would look for one there."""
     if encoder.processor is None:
         return
-    tokens = set(encoder.processor.image_token_ids)
+    place = encoder.tokenizer.convert_tokens_to_ids(encoder.processor.image_token)
+    tokens = {place, *encoder.processor.image_token_ids}
     for row in example.rows:
         if row.images is None and not tokens.isdisjoint(row.token_ids):
             raise DataError(
