@@ -45,7 +45,7 @@ def load_processor(model: str, *, trust_remote_code: bool = False, what: str = "
             f"{what} {model!r} has no processor for images that can be loaded: {type(error).__name__}: {said}; "
             "copy its files (preprocessor_config.json or processor_config.json) beside the model"
         ) from error
-    if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
+    if any(getattr(processor, part, None) is None for part in ("image_processor", "tokenizer", "image_token")):
         raise ConfigError(
             f"{what} {model!r} has no processor for images, only {type(processor).__name__}; give a "
             "vision-language model with its processor's files, or rows of text"
@@ -110,7 +110,8 @@ def has_vision_class(config: Any) -> bool:
 
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
-    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    family: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    seeing = family.__name__
     return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or seeing in (
         getattr(config, "architectures", None) or ()
     )

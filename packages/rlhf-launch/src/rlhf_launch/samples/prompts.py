@@ -204,8 +204,8 @@ def _check_no_images(row: Row) -> None:
     for name in ("images", "image"):
         if row.values.get(name) not in (None, "", [], ()):
             raise DataError(
-                f"{row.place} has {name}, and prompts are given to the model as text alone; train on images "
-                f"offline (sft, dpo, ...), or write columns: {{picture: {name}}} if the column is for the reward alone"
+                f"{row.place} has {name}, and prompts are given to the model as text; train on images offline "
+                f"(sft, dpo, ...), or write columns: {{picture: {name}}} if that is for the reward alone"
             )
 
 
