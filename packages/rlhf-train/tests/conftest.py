@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rlhf_core.testing.tiny import save_tiny_experts, save_tiny_model
+from rlhf_core.testing.vision import save_tiny_vision_model
 from torch.distributed import TCPStore
 
 RESIZED_STAGES = (1, 2, 3)
@@ -27,6 +28,7 @@ def two_ranks_work(tmp_path_factory) -> Path:
     save_tiny_model(work / "tied", tied=True)
     save_tiny_model(work / "untied", tied=False)
     save_tiny_experts(work / "experts", "qwen3_moe")
+    save_tiny_vision_model(work / "seeing", "qwen2_5_vl")
     save_tiny_model(work / "scalar", head="scalar", tied=False)
     for kind in KINDS:
         save_mixture(kind, work / kind)

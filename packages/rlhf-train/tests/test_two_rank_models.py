@@ -43,6 +43,22 @@ def test_recorded_experts_are_chosen_again(measured, kind):
         assert found["without"] > 1e-4
 
 
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_ranks_with_and_without_images_train_together(measured, stage):
+    found = measured["images"][stage]
+    assert found["scores"] < 1e-5
+    assert found["encoder_moved"] > 1e-3
+    assert found["gap"] < 1e-5
+    assert not found["packing"]
+
+
+def test_a_frozen_image_encoder_stays_as_it_was(measured):
+    found = measured["images"]["3-frozen"]
+    assert found["scores"] < 1e-5
+    assert found["encoder_moved"] == 0
+    assert found["moved"] > 1e-3
+
+
 def test_two_engines_with_secondary_shards(measured):
     found = measured["secondary_shards"]
     assert found["gap"] < 1e-6

@@ -6,10 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from rlhf_core import Batch, LoraConfig, Loss, LossTerms, ModelOutputs
+from rlhf_core import (
+    Batch,
+    EngineConfig,
+    LoraConfig,
+    Loss,
+    LossTerms,
+    ModelOutputs,
+    accumulate,
+    concatenate,
+    image_row,
+    load_processor,
+    load_role,
+    model_outputs,
+)
 from rlhf_core.testing.engine_ground import SMOOTH, forward, gap, supervised_loss
-from rlhf_train import MergeConfig, merge_adapter
+from rlhf_train import MergeConfig, ZeroWeights, merge_adapter
+from torch.nn.functional import pad
 from two_rank_features import NLL, half, plain_steps, samples, smooth_adam, weights_of
 
 DRAWN = 3
@@ -39,6 +54,51 @@ def perturb_routers(engine: Any) -> None:
     with torch.no_grad(), deepspeed.zero.GatheredParameters(gates, modifier_rank=0):
         for gate in gates:
             gate.copy_(gate.roll(1, dims=0))
+
+
+def picture_rows(path: str) -> Batch:
+    """A row with one image, one with two, and three of text."""
+    processor = load_processor(path)
+    mark = processor.image_token
+    pixels = np.random.default_rng(0).integers(0, 255, (3, 56, 84, 3), dtype=np.uint8)
+    texts = ((f"{mark} what?", [0]), (f"{mark} or {mark}", [1, 2]), ("a text", []), ("another one", []), ("b", []))
+    parts = []
+    for text, shown in texts:
+        ids, images = list(processor.tokenizer(text)["input_ids"]), None
+        if shown:
+            ids, images = image_row(processor, text, [pixels[index] for index in shown])
+        tokens = torch.tensor([ids + processor.tokenizer("answer")["input_ids"]])
+        mask = torch.ones_like(tokens).bool()
+        counted = torch.arange(tokens.shape[1])[None] >= len(ids)
+        shown_rows = () if images is None else (images,)
+        parts.append(Batch(token_ids=tokens, attention_mask=mask, response_mask=counted, images=shown_rows))
+    return concatenate(parts)
+
+
+def plain_picture_steps(path: str, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The weights after two steps by one process on an ordinary model, and log-probs before them."""
+    model, _ = load_role(EngineConfig(model=path, images=True), extra="")
+    with torch.no_grad():
+        log_probs = torch.cat(
+            [
+                pad(found, (0, batch.token_ids.shape[1] - found.shape[1]))
+                for row in range(batch.rows)
+                for found in [model_outputs(model, batch.select([row]), ("log_probs",)).log_probs]
+            ]
+        )
+    steps = smooth_adam(dict(model.named_parameters()))
+    for _ in range(2):
+        accumulate(
+            batch,
+            NLL,
+            forward=lambda piece, fields: model_outputs(model, piece, fields),
+            backward=lambda total, last: total.backward(),
+            max_tokens=1 << 20,
+        )
+        steps.step()
+        model.zero_grad(set_to_none=True)
+    source = ZeroWeights(model)
+    return {n: t.clone() for b in source.manifest(0).buckets() for n, t in source.gather(b)}, log_probs
 
 
 class ModelChecks:
@@ -152,6 +212,35 @@ class ModelChecks:
                     "without": gap(after, weights_of(other)),
                 }
                 other.close()
+        return found
+
+    def images(self) -> dict[str, Any]:
+        """Rows with images on one rank and rows of text on the other, against one plain process."""
+        path = self.work / "seeing"
+        batch = picture_rows(str(path))
+        expected, log_probs = plain_picture_steps(str(path), batch)
+        own = batch.select([0, 1] if self.rank == 0 else [2, 3, 4])
+        found = {}
+        # Every row is a micro-batch, and there are none with images on the second rank.
+        for stage, frozen in ((2, ()), (3, ()), (3, ("model.visual.*",))):
+            options = {"stage": stage, "freeze": list(frozen)}
+            engine = self.start("seeing", images=True, options=options, max_tokens_per_micro_batch=1)
+            scored = engine.score(own).log_probs
+            before = weights_of(engine)
+            for _ in range(2):
+                engine.step(own, NLL)
+            after = weights_of(engine)
+            encoder = [name for name in before if "visual" in name]
+            width = scored.shape[1]
+            mine = log_probs[:2] if self.rank == 0 else log_probs[2:]
+            found[f"{stage}{'-frozen' if frozen else ''}"] = {
+                "scores": float((scored - mine[:, :width]).abs().max()),
+                "gap": gap(after, expected),
+                "moved": gap(before, after),
+                "encoder_moved": gap({n: before[n] for n in encoder}, {n: after[n] for n in encoder}),
+                "packing": engine.packing,
+            }
+            engine.close()
         return found
 
     def secondary_shards(self) -> dict[str, Any]:

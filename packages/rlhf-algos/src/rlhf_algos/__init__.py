@@ -75,7 +75,7 @@ from rlhf_algos.config.sections import (
     TrainSection,
 )
 from rlhf_algos.data.conversations import check_messages, in_our_form, with_system_prompt
-from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder, load_tokenizer
+from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder, load_tokenizer, processor_of
 from rlhf_algos.data.examples import Encode, EncodingReport, Example, collate_examples, encode_rows
 from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.readers import (
@@ -531,6 +531,7 @@ __all__ = [
     "ppo_clip",
     "preference_examples",
     "process_reward_loss",
+    "processor_of",
     "prompt_tokens",
     "quantile",
     "quantised",

@@ -30,6 +30,7 @@ from rlhf_core.checks import check_choice, check_number, check_switch, check_who
 from rlhf_core.damage import damage_error, find_damage, naming_damage
 from rlhf_core.data.batch import RUN_TOGETHER, Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.images import RowImages
 from rlhf_core.data.packed import (
     FlagsLike,
     FloatsLike,
@@ -125,6 +126,7 @@ from rlhf_core.model.log_probs import chunked_log_probs, entropy_from_logits, lo
 from rlhf_core.model.packing import Layout, Segment
 from rlhf_core.model.tiled_mlp import tile_mlps
 from rlhf_core.model.trial import Trial, try_model
+from rlhf_core.model.vision import has_vision_class, image_row, load_processor
 from rlhf_core.options import config_from, did_you_mean, nearest
 from rlhf_core.plugins import (
     ROLLOUT_BACKENDS,
@@ -306,6 +308,7 @@ __all__ = [
     "Role",
     "RolloutBackend",
     "RolloutConfig",
+    "RowImages",
     "Run",
     "RunStopped",
     "Sample",
@@ -380,6 +383,8 @@ __all__ = [
     "find_damage",
     "fitted_as_values",
     "fitted_from_values",
+    "has_vision_class",
+    "image_row",
     "is_packing",
     "is_quantized",
     "join_link",
@@ -387,6 +392,7 @@ __all__ = [
     "learning_rate",
     "load_object",
     "load_plugin",
+    "load_processor",
     "load_role",
     "log_probs_from_logits",
     "masked_mean",

@@ -33,6 +33,12 @@ def test_messages_get_the_chat_template_and_the_system_prompt():
     assert same.token_ids == prompt.token_ids
 
 
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_prompts_with_images_are_refused_with_their_row(column):
+    with pytest.raises(DataError, match=rf"p\.jsonl row 2 has {column}.*columns: \{{picture: {column}\}}"):
+        make_prompts(rows({"prompt": "a", column: []}, {"prompt": "b", column: ["a.png"]}), TOKENIZER, form())
+
+
 def test_messages_without_a_chat_template_are_refused_with_the_row():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None

@@ -184,6 +184,7 @@ def test_what_is_not_combined(fields, options, complaint):
         ({"average_decay": 0.9}, 2, "not combined with average_decay"),
         ({"sequence_parallel_size": 2}, 2, "not combined with sequence_parallel_size"),
         ({"max_tokens_per_mlp_tile": 8}, 2, "not combined with max_tokens_per_mlp_tile"),
+        ({"images": True}, 2, "not combined with images"),
     ],
 )
 def test_what_slices_of_layers_are_not_combined_with(fields, stage, complaint):

@@ -2,16 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from rlhf_core import (
     ADAPTER_FOLDER,
     AdapterBase,
+    Batch,
     ConfigError,
+    EngineConfig,
     LoraConfig,
     adapter_parameters,
     add_adapters,
     find_adapter,
+    image_row,
+    load_processor,
+    load_role,
     model_outputs,
     quantized_loading,
     settle_quantized,
@@ -19,6 +25,7 @@ from rlhf_core import (
 )
 from rlhf_core.testing.engine_ground import forward, gap, rows
 from rlhf_core.testing.tiny import save_tiny_model
+from rlhf_core.testing.vision import save_tiny_vision_model
 from rlhf_train import MergeConfig, merge_adapter
 from safetensors.torch import load_file
 
@@ -31,7 +38,7 @@ def base(tmp_path_factory):
 
 
 def adapted(base, config):
-    """The model with adapters that are not zero any more."""
+    """The base model with adapters."""
     from transformers import AutoModelForCausalLM
 
     arguments = {}
@@ -42,6 +49,16 @@ def adapted(base, config):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **arguments)
     if config.quantize is not None:
         settle_quantized(model)
+    return with_some_adapters(model, config)
+
+
+def scored(model):
+    with torch.no_grad():
+        return model_outputs(model, rows(0), ("log_probs",)).log_probs
+
+
+def with_some_adapters(model, config):
+    """The model with adapters that are not zero any more."""
     add_adapters(model, config, seed=0, extra="extra")
     torch.manual_seed(1)
     with torch.no_grad():
@@ -49,11 +66,6 @@ def adapted(base, config):
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     return model.eval()
-
-
-def scored(model):
-    with torch.no_grad():
-        return model_outputs(model, rows(0), ("log_probs",)).log_probs
 
 
 def written(model, config, base, folder):
@@ -151,3 +163,29 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
     with pytest.raises(ConfigError, match="only LORA"):
         merge_adapter(MergeConfig(adapter=folder, output=tmp_path / "merged"))
     assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".merged")]
+
+
+def test_a_vision_language_model_is_merged_and_has_its_processor(tmp_path):
+    pytest.importorskip("torchvision")
+    base = save_tiny_vision_model(tmp_path / "base")
+    model, _ = load_role(EngineConfig(model=base, images=True), extra="extra")
+    processor = load_processor(base)
+    picture = np.random.default_rng(0).integers(0, 255, (56, 84, 3), dtype=np.uint8)
+    ids, images = image_row(processor, f"{processor.image_token} what?", [picture])
+    tokens = torch.tensor([ids])
+    everywhere = torch.ones_like(tokens).bool()
+    shown = Batch(token_ids=tokens, attention_mask=everywhere, response_mask=everywhere, images=(images,))
+
+    def seen(model):
+        with torch.no_grad():
+            return model_outputs(model.eval(), shown, ("log_probs",)).log_probs
+
+    untouched = seen(model)
+    config = LoraConfig(rank=4, target_modules=(r".*language_model.*\.(q_proj|v_proj)"))
+    before = seen(with_some_adapters(model, config))
+    export = written(model, config, base, tmp_path / "export" / ADAPTER_FOLDER).parent
+    assert merge_adapter(MergeConfig(adapter=export, output=tmp_path / "merged")) == 4
+    # Loading it for images needs its processor, too.
+    merged, _ = load_role(EngineConfig(model=str(tmp_path / "merged"), images=True), extra="extra")
+    assert (seen(merged) - before).abs().max() < 1e-5
+    assert (before - untouched).abs().max() > 1e-3

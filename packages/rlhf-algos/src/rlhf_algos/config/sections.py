@@ -71,6 +71,9 @@ class DataSection:
     """Text with `{}` in it, into which plain-text prompts are put."""
     shuffle: bool = True
     """False: the order of the data."""
+    image_urls: bool = False
+    """Fetch images that rows give by URL (offline training); else a URL is refused, and images are files beside the
+    data or stand in it."""
     step_separator: str = "\n"
     """Text that closes each step for `prm`; a special token of the tokenizer if it has one for that."""
     step_placeholder: str | None = None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from rlhf_core import ConfigError, DataError
+from rlhf_core import ConfigError, DataError, has_vision_class, load_processor
 
 from rlhf_algos.data.conversations import check_messages, with_system_prompt
+
+if TYPE_CHECKING:
+    from rlhf_algos.data.image_encoding import ShownImages
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
@@ -23,6 +26,8 @@ class TokenRow:
 
     token_ids: tuple[int, ...]
     response_mask: tuple[bool, ...]
+    images: ShownImages | None = None
+    """What the model is shown with the tokens."""
 
     @property
     def prompt_length(self) -> int:
@@ -60,6 +65,8 @@ class EncodingOptions:
     """The token that ends each step where all steps stand in one text."""
     label_tokens: tuple[str, ...] = ()
     """Tokens that call a step right and wrong; empty for a scalar head."""
+    image_urls: bool = False
+    """Fetch images of which a row gives the URL."""
 
     def __post_init__(self) -> None:
         if self.prompt_template is not None and "{}" not in self.prompt_template:
@@ -71,31 +78,33 @@ class EncodingOptions:
 class Encoder:
     """A tokenizer with our conventions for end of text, prompts and chat templates."""
 
-    def __init__(self, tokenizer: Any, options: EncodingOptions | None = None) -> None:
+    def __init__(self, tokenizer: Any, options: EncodingOptions | None = None, *, processor: Any = None) -> None:
         options = options or EncodingOptions()
         self.tokenizer = tokenizer
-        self._options = options
+        self.options = options
+        self.processor = processor
+        """Of a vision-language model; None for one of text."""
         self.label_token_ids = [self._token(text, "algorithm.label_tokens") for text in options.label_tokens]
         """Of a right and of a wrong step, for process reward models with a language-model head; else empty."""
 
     def placeholder_id(self, place: str) -> int:
         """The token that ends each step of a text."""
-        if self._options.step_placeholder is None:
+        if self.options.step_placeholder is None:
             raise DataError(
                 f"{place}: its steps are marked inside 'input'; say by which token, with data.step_placeholder: "
                 "<token>"
             )
-        return self._token(self._options.step_placeholder, "data.step_placeholder")
+        return self._token(self.options.step_placeholder, "data.step_placeholder")
 
     def label_value(self, label: object, place: str) -> float:
         """1 for the token of a right step, 0 for that of a wrong one."""
-        if label not in self._options.label_tokens:
-            known = " or ".join(map(repr, self._options.label_tokens)) or "a number"
+        if label not in self.options.label_tokens:
+            known = " or ".join(map(repr, self.options.label_tokens)) or "a number"
             raise DataError(
                 f"{place}: label {label!r} is not {known}; name the tokens of right and wrong steps with "
                 "algorithm.label_tokens: [right, wrong]"
             )
-        return float(label == self._options.label_tokens[0])
+        return float(label == self.options.label_tokens[0])
 
     def _token(self, text: str, option: str) -> int:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -118,7 +127,7 @@ class Encoder:
         return self._chat(prompt, add_generation_prompt=True)
 
     def _as_messages(self, text: Text, role: str) -> Text:
-        if not self._options.chat or not isinstance(text, str):
+        if not self.options.chat or not isinstance(text, str):
             return text
         return [{"role": role, "content": self._fill(text) if role == "user" else text}]
 
@@ -132,7 +141,7 @@ class Encoder:
         """One step of a reasoning and its separator, at whose last token the value is read."""
         return [
             token
-            for part in (text, self._options.step_separator)
+            for part in (text, self.options.step_separator)
             for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]
         ]
 
@@ -214,7 +223,7 @@ class Encoder:
         return self._chat([*prompt, *answer])  # type: ignore[list-item]
 
     def _fill(self, prompt: str) -> str:
-        template = self._options.prompt_template
+        template = self.options.prompt_template
         return prompt if template is None else template.replace("{}", prompt)
 
     def _closed(self, text: str) -> str:
@@ -238,14 +247,19 @@ class Encoder:
 
     def _rendered(self, messages: Messages, **arguments: Any) -> Any:
         self._chat_template()
-        messages = with_system_prompt(messages, self._options.system_prompt)
+        messages = with_system_prompt(messages, self.options.system_prompt)
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **arguments)
         except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the chat template cannot render a conversation of {', '.join(m['role'] for m in messages)}: "
-                f"{type(error).__name__}: {error}; mend the template, or give another one as model.chat_template"
-            ) from error
+            raise self.template_error(messages, error) from error
+
+    @staticmethod
+    def template_error(messages: Messages, error: Exception) -> ConfigError:
+        """That the chat template cannot render a conversation."""
+        return ConfigError(
+            f"the chat template cannot render a conversation of {', '.join(m['role'] for m in messages)}: "
+            f"{type(error).__name__}: {error}; mend the template, or give another one as model.chat_template"
+        )
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -269,7 +283,26 @@ def load_encoder(
     Raises:
         ConfigError: there is no tokenizer.
     """
-    return Encoder(load_tokenizer(model, chat_template=chat_template, trust_remote_code=trust_remote_code), options)
+    tokenizer = load_tokenizer(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
+    return Encoder(
+        tokenizer, options, processor=processor_of(model, tokenizer, trust_remote_code=trust_remote_code)
+    )
+
+
+def processor_of(model: str, tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
+    """The processor of a vision-language model, with this tokenizer and its chat template; else None."""
+    from transformers import AutoConfig
+
+    try:
+        its = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        processor = load_processor(model, trust_remote_code=trust_remote_code) if has_vision_class(its) else None
+    except (OSError, ValueError, KeyError, ConfigError):
+        return None  # a tokenizer alone; rows with images are refused
+    if processor is None:
+        return None
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    return processor
 
 
 def load_tokenizer(

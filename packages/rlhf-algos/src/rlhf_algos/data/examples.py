@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from rlhf_core import Batch, DataError, pad_rows
+from rlhf_core import Batch, DataError, RowImages, pad_rows
 from torch import Tensor
 
 from rlhf_algos.data.encoding import Encoder, TokenRow
+from rlhf_algos.data.image_encoding import ShownImages
 from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.sources import Row
 
@@ -87,6 +88,7 @@ def encode_rows(
         if not made:
             equal.append(row.place)
         for example in made:
+            _check_places(example, encoder)
             fitted = fit(example, lengths)
             if fitted is None:
                 dropped += 1
@@ -149,11 +151,31 @@ def fit(example: Example, lengths: LengthSection) -> Example | None:
     return None if lengths.long_rows == "drop" else _cut(example, slice(None, lengths.longest))
 
 
+def _check_places(example: Example, encoder: Encoder) -> None:
+    """Refuse text that holds tokens of images without any image: the model would look for one there."""
+    if encoder.processor is None:
+        return
+    place = encoder.tokenizer.convert_tokens_to_ids(encoder.processor.image_token)
+    tokens = {place, *encoder.processor.image_token_ids}
+    for row in example.rows:
+        if row.images is None and not tokens.isdisjoint(row.token_ids):
+            raise DataError(
+                f"{example.name}: the text has a place for an image, and the row has no column images (or image)"
+            )
+
+
 def _cut(example: Example, part: slice) -> Example:
     def cut(row: TokenRow) -> TokenRow:
         mask = row.response_mask[part]
+        if row.images is not None:
+            inside = sum(token in row.images.token_ids for token in row.token_ids)
+            if sum(token in row.images.token_ids for token in row.token_ids[part]) < inside:
+                raise DataError(
+                    f"{example.name}: {len(row.token_ids)} tokens are too many, and to cut them would cut through "
+                    "an image; raise lengths.max_length, or write lengths.long_rows and long_prompts: drop"
+                )
         # The first token of a sequence is never predicted, so it cannot count.
-        return TokenRow(token_ids=row.token_ids[part], response_mask=(False, *mask[1:]))
+        return replace(row, token_ids=row.token_ids[part], response_mask=(False, *mask[1:]))
 
     def still_counted(tensor: Tensor, row: TokenRow) -> Tensor:
         places = range(len(row.token_ids))[part]
@@ -199,4 +221,13 @@ def collate_examples(
         columns={**made, **(columns or {})},
         rows_per_unit=per_example,
         sample_ids=tuple(e.name for e in examples for _ in e.rows),
+        images=_loaded([row.images for row in rows]),
     )
+
+
+def _loaded(shown: Sequence[ShownImages | None]) -> tuple[RowImages | None, ...]:
+    """What the model is given of each row's images; rows that show the same ones share it."""
+    if not any(shown):
+        return ()
+    made = {id(one): one.load() for one in {id(one): one for one in shown if one is not None}.values()}
+    return tuple(None if one is None else made[id(one)] for one in shown)

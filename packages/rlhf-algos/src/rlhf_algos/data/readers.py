@@ -14,8 +14,27 @@ from rlhf_core import DataError
 
 from rlhf_algos.data.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
 from rlhf_algos.data.examples import Example
+from rlhf_algos.data.image_encoding import RowEncoder
+from rlhf_algos.data.images import row_images
 from rlhf_algos.data.sampled import better_sample, lone_sample, sampled_rows
 from rlhf_algos.data.sources import Row
+
+
+def encoder_of(row: Row, encoder: Encoder) -> Encoder:
+    """What encodes a row: the encoder itself, or for a row with images one that knows these.
+
+    Raises:
+        DataError: an image that cannot be had, or images for a model that takes none.
+    """
+    images = row_images(row, urls=encoder.options.image_urls)
+    if not images:
+        return encoder
+    if encoder.processor is None:
+        raise DataError(
+            f"{row.place} has images, and the model has no processor that takes any; give a vision-language model "
+            "with its processor's files, or write only: [...] beside the data's path without the column"
+        )
+    return RowEncoder(encoder, encoder.processor, images, row.place)
 
 
 def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
@@ -26,7 +45,7 @@ def preference_examples(row: Row, encoder: Encoder) -> list[Example]:
     """
     if (pair := better_sample(row)) is None or _equal_pair(pair):
         return []
-    row, rows = pair, _pair_rows(pair, encoder)
+    row, rows = pair, _pair_rows(pair, encoder_of(pair, encoder))
     columns: dict[str, tuple[float, ...]] = {}
     if row.values.get("margin") is not None:
         columns["margin"] = (_number(row, "margin"),) * 2
@@ -48,6 +67,7 @@ def triple_examples(row: Row, encoder: Encoder) -> list[Example]:
     """
     if _equal_pair(row):
         return []
+    encoder = encoder_of(row, encoder)
     prompt, chosen, rejected = split_pair(row)
     gold = _text(row, "reference")
     if isinstance(gold, str) != isinstance(chosen, str):
@@ -73,11 +93,12 @@ def unpaired_examples(row: Row, encoder: Encoder) -> list[Example]:
     if "completion" not in row and "output" not in row and "chosen" in row:
         if _equal_pair(row):
             return []
-        pair = _pair_rows(row, encoder)
+        pair = _pair_rows(row, encoder_of(row, encoder))
         return [
             Example(name=f"{row.place} {side}", rows=(tokens,), columns={"desirable": (label,)})
             for side, tokens, label in zip(("chosen", "rejected"), pair, (1.0, 0.0), strict=True)
         ]
+    encoder = encoder_of(row, encoder)
     answer = _one_of(row, "completion", "output")
     prompt, completion = _prompt_and_answer(row, answer)
     label = _column(row, "label")
@@ -115,7 +136,7 @@ def supervised_examples(row: Row, encoder: Encoder) -> list[Example]:
             f"{row.place} has an instruction beside input and output, so input is not the whole prompt; merge both "
             "into one column, or write columns: {prompt: instruction, completion: output}"
         )
-    names = readings[0]
+    names, encoder = readings[0], encoder_of(row, encoder)
     if len(names) == 2:
         if (tokens := sampled_rows(row, names[1:], encoder)) is None:
             tokens = encoder.answers(_text(row, names[0]), [_text(row, names[1])], row.place)
@@ -140,6 +161,8 @@ def step_examples(row: Row, encoder: Encoder) -> list[Example]:
     OpenRLHF's form is `input`, a text in which each step ends with the placeholder token, and `label` (or
     `labels`), a list of label tokens or of probabilities.
     """
+    if row_images(row):
+        raise DataError(f"{row.place} has images, which rows of reasoning steps cannot have; leave the column out")
     if "input" in row and "completions" not in row:
         return [_placeholder_example(row, encoder)]
     steps, labels = _column(row, "completions"), numbers(row, "labels")

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_core import DataError
 
 from rlhf_algos.data.encoding import Encoder, Text, TokenRow
+from rlhf_algos.data.image_encoding import RowEncoder
 from rlhf_algos.data.sources import Row
 
 PROMPT_TOKENS = "prompt_token_ids"
@@ -89,12 +90,15 @@ def better_sample(row: Row) -> Row | None:
 
 
 def sampled_rows(row: Row, names: Sequence[str], encoder: Encoder) -> list[TokenRow] | None:
-    """The rows of tokens of a prompt with each of the answers in the columns `names`; None if these hold no tokens.
+    """The rows of tokens of a prompt with each of the answers in the columns `names`; None if these hold no tokens,
+    or the prompt has images.
 
     Raises:
         DataError: tokens that are no list of numbers, or those of another tokenizer than the model's.
     """
     columns = [name + _TOKENS for name in names]
+    if isinstance(encoder, RowEncoder):  # the sampled tokens have one for each image, training its whole place
+        return None
     if PROMPT_TOKENS not in row or not all(column in row for column in columns):
         return None
     prompt = _token_ids(row, PROMPT_TOKENS)

@@ -226,7 +226,7 @@ def _saved_rows(path: Path, split: str) -> Iterator[_RawRow]:
         if split not in loaded:
             raise DataError(f"{str(path)!r} has no split {split!r}; it has {', '.join(map(str, loaded))}")
         loaded = loaded[split]
-    yield from _numbered(f"{path}[{split}]", loaded)
+    yield from _numbered(f"{path}[{split}]", _with_stored_images(loaded))
 
 
 def _hub_rows(source: DataSource) -> Iterator[_RawRow]:
@@ -239,7 +239,35 @@ def _hub_rows(source: DataSource) -> Iterator[_RawRow]:
             f"dataset {source.path!r} (split {source.split!r}) is no file here and cannot be had from the hub: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
-    yield from _numbered(f"{source.path}[{source.split}]", loaded)
+    yield from _numbered(f"{source.path}[{source.split}]", _with_stored_images(loaded))
+
+
+def _with_stored_images(loaded: Any) -> Iterable[Any]:
+    """Rows of a dataset whose columns of images hold these as they are stored, not decoded: `{bytes, path}`.
+
+    So their size is looked at before they are decoded, and what is wrong with one names its row.
+    """
+    import datasets
+
+    stored, image = datasets.Image(decode=False), datasets.Image
+    columns: list[str] = []
+    for name, feature in (loaded.features or {}).items():
+        inner = getattr(feature, "feature", None)
+        if isinstance(feature, image) or isinstance(inner, image):
+            columns.append(name)
+            loaded = loaded.cast_column(name, stored if isinstance(feature, image) else datasets.List(stored))
+    return (
+        ({**row, **{name: _stored_bytes(row[name]) for name in columns}} for row in loaded) if columns else loaded
+    )
+
+
+def _stored_bytes(value: Any) -> Any:
+    """An image of the library's own type, of which it may keep the path alone; or a list of these."""
+    if isinstance(value, list):
+        return [_stored_bytes(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(value, Mapping) or value.get("bytes") is not None or not value.get("path"):
+        return value
+    return {"bytes": Path(str(value["path"])).read_bytes(), "path": value["path"]}
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Iterator[_RawRow]:

@@ -188,8 +188,11 @@ class OfflineConfig:
         elsewhere = self.placement.ray_address is not None or "RAY_ADDRESS" in os.environ
         return choose_device(asked, gpus=1 if asked == "cuda" and elsewhere else None)
 
-    def engine(self, total_steps: int | None, *, frozen: str | None = None) -> EngineConfig:
-        """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`."""
+    def engine(self, total_steps: int | None, *, frozen: str | None = None, images: bool = False) -> EngineConfig:
+        """The engine to train with, or, without steps, a frozen one: of the reference, or of the model `frozen`.
+
+        `images` says whether rows of the data have some.
+        """
         model, train = self.model, self.train
         trained = total_steps is not None
         adapted = trained or (frozen is None and self.quantized_reference)
@@ -210,6 +213,7 @@ class OfflineConfig:
             trust_remote_code=model.trust_remote_code,
             lora=model.lora if adapted else None,
             packing=train.packing,
+            images=images,
             average_decay=train.average_decay if trained else None,
             sequence_parallel_size=train.sequence_parallel_size,
             options=train.options,

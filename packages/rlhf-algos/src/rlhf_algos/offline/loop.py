@@ -5,6 +5,7 @@ data -> (reference log-probs, once) -> batch -> engine.step(batch, loss) -> eval
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -168,7 +169,7 @@ def _attempt(parts: _Parts, resumed: int | None) -> TrainResult:
             data = add_reference(data, config, ranks, engines)
         if config.method.teacher(config.loss) is not None:
             data = add_teacher(data, config, ranks)
-        engine = engines.start(config.engine(total))
+        engine = engines.start(config.engine(total, images=data.has_images))
         stack.callback(engine.close)
         state = OfflineState() if resumed is None else load_checkpoint(parts.store, resumed, engine)
         run = _Run(
@@ -205,7 +206,9 @@ def _fingerprint(config: OfflineConfig, data: OfflineData, processes: int) -> di
     made = run_fingerprint(
         data=config.data.train, tokenizer=data.encoder.tokenizer, models=models, seed=config.seed
     )
-    return {**made, "processes": processes}
+    digests = "".join(images.digest for _, images in data.shown)
+    images = {"images": hashlib.sha256(digests.encode()).hexdigest()} if digests else {}
+    return {**made, **images, "processes": processes}
 
 
 def _check_one_process(config: OfflineConfig) -> None:
@@ -400,7 +403,8 @@ def _export(run: _Run, path: Path) -> None:
     def write(beside: Path) -> None:
         run.engine.export(beside)
         if rank_of(run.ranks) == 0:
-            run.data.encoder.tokenizer.save_pretrained(beside)
+            encoder = run.data.encoder
+            (encoder.processor or encoder.tokenizer).save_pretrained(beside)
             _name_padding(beside / "config.json", run.data.encoder.pad_token_id)
             if scale is not None:
                 keep_scale(beside / "config.json", scale)

@@ -279,6 +279,6 @@ def with_partners(
             own, other = examples[member].rows[0], examples[members[place - 1]].rows[0]
             tokens = (own.token_ids[: own.prompt_length] + other.token_ids[other.prompt_length :])[:max_length]
             mask = (False,) * own.prompt_length + other.response_mask[other.prompt_length :]
-            partner = TokenRow(token_ids=tokens, response_mask=mask[:max_length])
+            partner = TokenRow(token_ids=tokens, response_mask=mask[:max_length], images=own.images)
             result[member] = replace(examples[member], partner=partner)
     return result

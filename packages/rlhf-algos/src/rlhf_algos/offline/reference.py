@@ -23,6 +23,8 @@ PARTNER = "partner_"
 """Prefix of the columns that belong to an example's partner."""
 
 _ROWS_AT_ONCE = 512
+_ROWS_WITH_IMAGES = 32
+"""At once: what is made of their images is held in memory."""
 
 
 def default_cache() -> Path:
@@ -31,12 +33,14 @@ def default_cache() -> Path:
 
 
 def cache_key(model: str, dtype: str, examples: Sequence[Example]) -> str:
-    """Hash of the reference model, the dtype and every token and mask; the tokenizer shows in the tokens."""
+    """Hash of the reference model, the dtype and every token, mask and image; the tokenizer shows in the tokens."""
     digest = hashlib.sha256(f"2 {model_fingerprint(model)} {dtype} ".encode())
     for example in examples:
         for row in (*example.rows, *((example.partner,) if example.partner else ())):
             digest.update(torch.tensor(row.token_ids, dtype=torch.int32).numpy().tobytes())
             digest.update(bytes(row.response_mask) + b"|")
+            if row.images is not None:
+                digest.update(row.images.digest.encode())
     return digest.hexdigest()[:32]
 
 
@@ -81,8 +85,9 @@ def score_first_tokens(engine: TrainEngine, rows: Sequence[TokenRow], first: Seq
     The same on all ranks.
     """
     sums = torch.zeros(len(rows), 2)
-    for start in range(0, len(rows), _ROWS_AT_ONCE * ranks.size):
-        part = rows[start : start + _ROWS_AT_ONCE * ranks.size]
+    at_once = (_ROWS_WITH_IMAGES if any(row.images for row in rows) else _ROWS_AT_ONCE) * ranks.size
+    for start in range(0, len(rows), at_once):
+        part = rows[start : start + at_once]
         dealt = deal([len(row.token_ids) for row in part], ranks.size)
         mine = dealt[rank_of(ranks)]
         # A rank without rows scores one all the same: the others wait for it in every collective.

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from rlhf_core import Batch, ConfigError, Ranks, TrainEngine, check_model_path, deal
+from rlhf_core import Batch, ConfigError, DataError, Ranks, TrainEngine, check_model_path, deal
 
 from rlhf_algos.config.sections import DataSection
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder
 from rlhf_algos.data.examples import EncodingReport, Example, collate_examples, encode_rows
+from rlhf_algos.data.image_encoding import ShownImages
 from rlhf_algos.data.sources import DataSource, mixing_weights, read_rows
 from rlhf_algos.offline.config import OfflineConfig
 from rlhf_algos.offline.engine_source import EngineFactory
@@ -36,6 +37,17 @@ class OfflineData:
     eval: list[Example]
     reports: dict[str, EncodingReport]
     """What became of each dataset's rows, by path."""
+
+    @property
+    def shown(self) -> list[tuple[str, ShownImages]]:
+        """The images of all rows that have some, and where these are."""
+        examples = (*self.train, *self.eval)
+        return [(one.name, row.images) for one in examples for row in one.rows if row.images is not None]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a row has images."""
+        return any(row.images is not None for one in (*self.train, *self.eval) for row in one.rows)
 
     def order(self, config: OfflineConfig, epoch: int) -> list[int]:
         """Indices into `train` in the order of that epoch."""
@@ -72,6 +84,7 @@ def load_data(config: OfflineConfig) -> OfflineData:
             step_separator=settings.step_separator,
             step_placeholder=settings.step_placeholder,
             label_tokens=tuple(getattr(config.loss, "label_tokens", ())),
+            image_urls=settings.image_urls,
         ),
         trust_remote_code=model.trust_remote_code,
     )
@@ -90,7 +103,25 @@ def load_data(config: OfflineConfig) -> OfflineData:
         if config.train.batch_size < 2:
             raise ConfigError("kto compares examples of a batch; write train.batch_size: 2 or more")
         train, evaluated = _partnered(train, config), _partnered(evaluated, config)
-    return OfflineData(encoder=encoder, train=train, sizes=sizes, weights=weights, eval=evaluated, reports=reports)
+    data = OfflineData(encoder=encoder, train=train, sizes=sizes, weights=weights, eval=evaluated, reports=reports)
+    _check_images(data, config)
+    return data
+
+
+def _check_images(data: OfflineData, config: OfflineConfig) -> None:
+    """Refuse images that the model would not see, or that cannot run together, before a model is loaded."""
+    if not (shown := data.shown):
+        return
+    if config.method.teacher(config.loss) is not None:
+        raise ConfigError("a teacher is asked about text alone, and rows have images; leave the column out")
+    config.engine(1_000_000, images=True)  # refuses what does not go with images
+    place, first = shown[0]
+    for other, images in shown:
+        if images.layout != first.layout:
+            raise DataError(
+                f"{other}: its images do not fit those of {place}: the processor makes {images.layout} of them, "
+                f"and {first.layout} there; resize them alike"
+            )
 
 
 def _encode(
@@ -126,7 +157,7 @@ def add_reference(data: OfflineData, config: OfflineConfig, ranks: Ranks, engine
     """Give all examples the reference's log-probs, from the cache or from the reference model."""
     model = config.model.reference or config.model.path
     everything = data.train + data.eval
-    engine = config.engine(None)
+    engine = config.engine(None, images=data.has_images)
     numbers: str = engine.dtype
     if config.quantized_reference and config.model.lora is not None:
         numbers = f"{config.model.lora.quantize} {numbers}"

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf_core.data.images import RowImages
 from rlhf_core.data.pickled import reduced
 from rlhf_core.data.trajectory import Trajectory
 
@@ -48,6 +49,8 @@ class Batch:
     """Consecutive rows that belong together (2 for preference pairs); they are never split apart."""
     sample_ids: tuple[str, ...] = ()
     """One name per row for reports; empty if the rows are anonymous."""
+    images: tuple[RowImages | None, ...] = ()
+    """What the model is shown of each row, None for a row without images; empty if no row has any."""
 
     def __post_init__(self) -> None:
         shape = tuple(self.token_ids.shape)
@@ -67,6 +70,8 @@ class Batch:
             raise ValueError(f"{shape[0]} rows cannot be cut into units of {self.rows_per_unit}")
         if self.sample_ids and len(self.sample_ids) != shape[0]:
             raise ValueError(f"{len(self.sample_ids)} sample ids for {shape[0]} rows")
+        if self.images and len(self.images) != shape[0]:
+            raise ValueError(f"images of {len(self.images)} rows for {shape[0]} rows")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return reduced(self, protocol)
@@ -131,6 +136,7 @@ class Batch:
             response_mask=cut(self.response_mask),
             columns={name: cut(tensor) for name, tensor in self.columns.items()},
             sample_ids=tuple(self.sample_ids[row] for row in rows) if self.sample_ids else (),
+            images=images_of(self.images, rows),
         )
 
     def select_units(self, units: Sequence[int]) -> Batch:
@@ -139,7 +145,7 @@ class Batch:
         return self.select([unit * size + offset for unit in units for offset in range(size)])
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """The same batch on another device; its images stay in host memory until the model runs their rows."""
         return replace(
             self,
             token_ids=self.token_ids.to(device),
@@ -147,6 +153,12 @@ class Batch:
             response_mask=self.response_mask.to(device),
             columns={name: tensor.to(device) for name, tensor in self.columns.items()},
         )
+
+
+def images_of(images: tuple[RowImages | None, ...], rows: Sequence[int]) -> tuple[RowImages | None, ...]:
+    """Those of some rows; empty if none of these has any."""
+    picked = tuple(images[row] for row in rows) if images else ()
+    return picked if any(one is not None for one in picked) else ()
 
 
 def counted(mask: Bool[Tensor, "rows length"]) -> Int[Tensor, " rows"]:
@@ -236,7 +248,14 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         response_mask=joined([batch.response_mask for batch in batches]),
         columns={name: joined([batch[name] for batch in batches]) for name in first.columns},
         sample_ids=tuple(name for part in names for name in part) if all(names) else (),
+        images=_joined_row_images(batches),
     )
+
+
+def _joined_row_images(batches: Sequence[Batch]) -> tuple[RowImages | None, ...]:
+    if not any(batch.images for batch in batches):
+        return ()
+    return tuple(one for batch in batches for one in batch.images or (None,) * batch.rows)
 
 
 def masked_sum(

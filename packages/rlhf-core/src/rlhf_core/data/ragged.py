@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_core.data.batch import Batch
+from rlhf_core.data.batch import Batch, images_of
+from rlhf_core.data.images import RowImages
 from rlhf_core.data.packed import Packed, Part, Run, fill, length_of, memory_of, runs_of, whole_of
 from rlhf_core.data.pickled import reduced
 from rlhf_core.data.trajectory import Trajectory
@@ -163,6 +164,8 @@ class RaggedBatch:
     """See Batch."""
     sample_ids: tuple[str, ...] = ()
     """See Batch."""
+    images: tuple[RowImages | None, ...] = ()
+    """See Batch."""
 
     @classmethod
     def of(cls, batch: Batch | RaggedBatch) -> RaggedBatch:
@@ -178,6 +181,7 @@ class RaggedBatch:
             temperature=batch.temperature,
             rows_per_unit=batch.rows_per_unit,
             sample_ids=batch.sample_ids,
+            images=batch.images,
         )
 
     @classmethod
@@ -219,6 +223,8 @@ class RaggedBatch:
             found = len(column.rows if isinstance(column, RaggedColumn) else column)
             if found != self.rows:
                 raise ValueError(f"column {name!r} has {found} rows, the batch {self.rows}")
+        if self.images and len(self.images) != self.rows:
+            raise ValueError(f"images of {len(self.images)} rows for {self.rows} rows")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return reduced(self, protocol)
@@ -288,6 +294,7 @@ class RaggedBatch:
             per_token={name: column.select(rows) for name, column in self.per_token.items()},
             per_row={name: column.index_select(0, index) for name, column in self.per_row.items()},
             sample_ids=tuple(self.sample_ids[row] for row in rows) if self.sample_ids else (),
+            images=images_of(self.images, rows),
         )
 
     def select_units(self, units: Sequence[int]) -> RaggedBatch:
@@ -349,6 +356,7 @@ class RaggedBatch:
             temperature=self.temperature,
             rows_per_unit=self.rows_per_unit,
             sample_ids=self.sample_ids,
+            images=self.images,
         )
 
 

@@ -123,6 +123,10 @@ class EngineConfig:
     routing_replay: bool = False
     """Mixture-of-experts policies: `score` of log-probs also says which experts each token went through
     (`ModelOutputs.routed_experts`). A batch with this column runs through the same experts again."""
+    images: bool = False
+    """Whether rows may have images (`Batch.images`): for a policy or a reference that takes them. The trial of the
+    model then has rows with images, too, and where several ranks work together all of them run the image encoder in
+    every micro-batch."""
     seed: int = 0
     max_skipped_steps: int = 5
     """Consecutive steps with a non-finite loss or gradient after which the engine raises."""
@@ -145,7 +149,7 @@ class EngineConfig:
             check_whole("engine: max_tokens_per_mlp_tile", self.max_tokens_per_mlp_tile, at_least=1)
         check_whole("engine: max_skipped_steps", self.max_skipped_steps, at_least=0)
         check_whole("engine: seed", self.seed, at_least=0)
-        for name in ("packing", "gradient_checkpointing", "routing_replay", "trust_remote_code"):
+        for name in ("packing", "gradient_checkpointing", "routing_replay", "images", "trust_remote_code"):
             check_switch(f"engine: {name}", getattr(self, name))
         if self.average_decay is not None:
             check_number("engine: average_decay", self.average_decay, above=0, below=1)
@@ -158,6 +162,31 @@ class EngineConfig:
             raise ConfigError(
                 f"engine: routing_replay is for a policy, the role is {self.role}; leave it out for this engine"
             )
+
+        if self.images:
+            self._check_images()
+
+    def _check_images(self) -> None:
+        """Refuse what does not work for rows with images."""
+        if self.role not in ("policy", "reference"):
+            raise ConfigError(
+                f"engine: rows with images are for a policy or a reference, the role is {self.role}; give it rows "
+                "of text"
+            )
+        if self.max_tokens_per_micro_batch == "auto":
+            raise ConfigError(
+                "engine: max_tokens_per_micro_batch 'auto' tries rows of text, and what images take is not in it; "
+                "write a number for rows with images"
+            )
+        for name, off in (
+            ("sequence_parallel_size", 1),
+            ("max_tokens_per_mlp_tile", None),
+            ("routing_replay", False),
+        ):
+            if (found := getattr(self, name)) != off:
+                raise ConfigError(
+                    f"engine: {name} ({found}) does not work for rows with images; leave it out, or images"
+                )
 
     @property
     def trained(self) -> bool:

@@ -1,6 +1,7 @@
 """The backbone's run over a batch: states of the last layer, and where each token of the batch has its own.
 
-Where packing is enabled the rows run unpadded and prompts that rows share run once; otherwise they run padded.
+Where packing is enabled the rows run unpadded and prompts that rows share run once; otherwise they run padded. Rows
+with images, and all rows of their micro-batch, run padded: the model computes positions of its own from the images.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rlhf_core.model.attention.packed import has_dropout, is_packing
 from rlhf_core.model.expert_routing import Routers, has_routers, to_tokens
 from rlhf_core.model.heads import backbone
 from rlhf_core.model.packing import PackedRows, pack
+from rlhf_core.model.vision import Vision, image_arguments, sees_in_every_pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,7 +45,8 @@ def hidden_states(
     model: nn.Module, batch: Batch, *, routed: bool = False, record: bool = False, replay: bool = False
 ) -> HiddenStates:
     """States of the last layer, packed if the model can; `record` and `replay` concern its routers."""
-    packed = pack(batch, share_prompts=not has_dropout(model)) if is_packing(model) else None
+    padded = bool(batch.images) or sees_in_every_pass(model) or not is_packing(model)
+    packed = None if padded else pack(batch, share_prompts=not has_dropout(model))
     if record or has_routers(model) or (replay and "routed_experts" in batch):
         places = _padded_places(batch) if packed is None else packed.places
         count = batch.token_ids.numel() if packed is None else packed.token_ids.numel()
@@ -61,22 +64,37 @@ def _padded_places(batch: Batch) -> Int[Tensor, "rows length"]:
 
 
 def padded_states(model: Any, batch: Batch, *, routed: bool = False) -> HiddenStates:
-    """Run the backbone on the padded rows."""
+    """Run the backbone on the padded rows, with their images."""
+    vision = Vision.of(model)
+    shown = batch if vision is None or not sees_in_every_pass(model) else vision.filled(batch)
+    body = backbone(model)
     # The backbone, not the model: its head would make logits of every token. ZeRO-3's hooks sit on every
     # submodule, so this gathers what it needs there too.
-    outputs = backbone(model)(
-        input_ids=batch.token_ids,
-        attention_mask=batch.attention_mask.long(),
+    outputs = body(
+        input_ids=shown.token_ids,
+        attention_mask=shown.attention_mask.long(),
         use_cache=False,
+        **image_arguments(model, body, shown),
         **({"output_router_logits": True} if routed else {}),
     )
     states = outputs.last_hidden_state
+    if shown is not batch:
+        # Zero times the states of the row that was added, so that its image encoder has a backward pass, too.
+        own, added = states.split([batch.rows, shown.rows - batch.rows])
+        states = own[:, : batch.token_ids.shape[1]] + 0.0 * added.sum()
     return HiddenStates(
         states=states.flatten(0, 1),
         places=_padded_places(batch),
         router_logits=outputs.router_logits if routed else None,
-        counted=batch.attention_mask,
+        counted=_own_tokens(batch, shown),
     )
+
+
+def _own_tokens(batch: Batch, shown: Batch) -> Bool[Tensor, "rows length"]:
+    """The tokens of a batch among those that were run."""
+    counted = shown.attention_mask.clone()
+    counted[batch.rows :] = False
+    return counted
 
 
 def packed_states(model: Any, packed: PackedRows, *, routed: bool = False) -> HiddenStates:

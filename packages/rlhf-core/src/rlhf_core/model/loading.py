@@ -16,6 +16,7 @@ from rlhf_core.adapters.quantized import quantized_loading, settle_quantized
 from rlhf_core.damage import naming_damage
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import EngineConfig
+from rlhf_core.model.vision import Vision, has_vision_class
 
 model_loading = threading.RLock()
 """Held while a model is loaded. Transformers then switches state of the whole process (default device and dtype),
@@ -49,8 +50,9 @@ def load_role(
 ) -> tuple[Any, list[str]]:
     """The model of `config.role` in `config.dtype`, and the names of parameters that a fresh head has.
 
-    A causal language model for the roles policy and reference, else one with a scalar head, which is seeded where
-    the checkpoint has none. Random numbers of the caller are left alone.
+    A causal language model for the roles policy and reference, with its image encoder if its checkpoint has one;
+    else one with a scalar head, which is seeded where the checkpoint has none. Random numbers of the caller are
+    left alone.
 
     Args:
         config: what to load.
@@ -59,12 +61,10 @@ def load_role(
         arguments: more of them for `from_pretrained`.
 
     Raises:
-        ConfigError: there is no such model, it lacks weights, or a frozen reward model or critic has no trained
-            head.
+        ConfigError: there is no such model, it lacks weights or takes no images where it should, or a frozen
+            reward model or critic has no trained head.
         CheckpointError: a file of the model is damaged.
     """
-    import transformers
-
     check_model_path(config.model)
     causal = config.role in ("policy", "reference")
     given: dict[str, Any] = {
@@ -76,8 +76,9 @@ def load_role(
     if config.quantize is not None:
         device = torch.device(config.device)
         given |= quantized_loading(config.quantize, dtype=given["dtype"], device=device, extra=extra)
-    kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
     try:
+        kind = _auto_class(config)
+        vision = Vision.load(config.model, trust_remote_code=config.trust_remote_code) if config.images else None
         with (
             naming_damage(f"model {config.model!r}", config.model),
             torch.random.fork_rng(devices=[]),
@@ -88,10 +89,30 @@ def load_role(
             model, info = kind.from_pretrained(config.model, output_loading_info=True, **given, **(arguments or {}))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {config.model!r} cannot be loaded as a {config.role}: {error}") from error
+    if vision is not None:
+        vision.settle(model)
     fresh = _fresh_head(config, model, set(info["missing_keys"]))
     if config.quantize is not None:
         settle_quantized(model)
     return model, fresh
+
+
+def _auto_class(config: EngineConfig) -> Any:
+    """By which the model of a role is loaded: with its image encoder, if its checkpoint has one."""
+    import transformers
+
+    if config.role not in ("policy", "reference"):
+        return transformers.AutoModelForSequenceClassification
+    trusted = config.trust_remote_code
+    its = transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=trusted)
+    if has_vision_class(its):
+        return transformers.AutoModelForImageTextToText
+    if config.images:
+        raise ConfigError(
+            f"model {config.model!r} ({its.model_type}) is no vision-language model, and there are rows with "
+            "images; give a model that takes them, or rows of text"
+        )
+    return transformers.AutoModelForCausalLM
 
 
 @contextlib.contextmanager

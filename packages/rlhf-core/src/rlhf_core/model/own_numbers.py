@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.data.batch import Batch
+from rlhf_core.data.images import RowImages
 from rlhf_core.errors import CapabilityError
 from rlhf_core.model.forward import model_outputs
 from rlhf_core.model.heads import Heads, scalar_head, text_config
 from rlhf_core.model.hidden_states import hidden_states
 from rlhf_core.model.log_probs import entropy_from_logits, log_probs_from_logits
+from rlhf_core.model.vision import Vision, image_arguments
 
 _LONGEST_WINDOW = 64
 """Windows up to this size are passed by the rows."""
@@ -117,11 +119,73 @@ class OwnNumbers:
         return gap if given.fine else given
 
 
-def own_forward(model: Any, ids: Tensor) -> Any:
+class OwnImageNumbers:
+    """What a model says of rows with images, and ours beside it, for log-probs."""
+
+    def __init__(self, model: Any, vision: Vision) -> None:
+        self._model = model
+        self.rows = vision.trial.to(model.get_input_embeddings().weight.device)
+        """Rows with one image, with none and with two."""
+        self._own = [self._logits(row) for row in range(self.rows.rows)]
+
+    def _logits(self, row: int, *, other: bool = False) -> Tensor:
+        """Of a row by itself, or of its text with other images."""
+        one = self.rows.select([row])
+        if other:
+            one = replace(one, images=tuple(_negative(images) for images in one.images))
+        return own_forward(self._model, one.token_ids, **image_arguments(self._model, self._model, one)).logits[0]
+
+    def unseen(self) -> bool:
+        """Whether other images make no difference to the model's own forward pass."""
+        own, other = self._own[0], self._logits(0, other=True)
+        return bool(((own - other).abs() <= 1e-6 * own.abs().max()).all())
+
+    def gap(self) -> Gap:
+        """How far `model_outputs` of all rows together is from the model's own forward pass of each by itself."""
+        rows = self.rows
+        found: Any = model_outputs(self._model, rows, ("log_probs",)).log_probs
+        ours, own = [], []
+        for row, logits in enumerate(self._own):
+            mask = rows.response_mask[row, 1 : len(logits)]
+            ours.append(found[row, 1 : len(logits)][mask])
+            own.append(log_probs_from_logits(logits[:-1][mask], rows.token_ids[row, 1 : len(logits)][mask]))
+        dtype = self._model.get_input_embeddings().weight.dtype
+        return Gap.of(torch.cat(ours), torch.cat(own), narrow=dtype in (torch.float16, torch.bfloat16))
+
+    def calls_differ(self) -> bool:
+        """Whether two images in place of one make the model call modules with parameters more often.
+
+        Ranks that hold shards of one model could not do that: each call gathers parameters on all of them.
+        """
+        one, two = (self._calls(row) for row in (0, 2))
+        return one != two
+
+    def _calls(self, row: int) -> list[nn.Module]:
+        called: list[nn.Module] = []
+        handles = [
+            module.register_forward_pre_hook(lambda module, _: called.append(module))
+            for module in self._model.modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+        try:
+            model_outputs(self._model, self.rows.select([row]), ("log_probs",))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return called
+
+
+def _negative(images: RowImages | None) -> RowImages | None:
+    if images is None:
+        return None
+    return replace(images, tensors={**images.tensors, "pixel_values": -images.tensors["pixel_values"]})
+
+
+def own_forward(model: Any, ids: Tensor, **given: Any) -> Any:
     """The model's own forward pass; a few old models do not take `use_cache`."""
     takes = signature(model.forward).parameters
     cached = "use_cache" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
-    return model(input_ids=ids, **({"use_cache": False} if cached else {}))
+    return model(input_ids=ids, **given, **({"use_cache": False} if cached else {}))
 
 
 def _one_hot(places: Tensor, rows: Batch) -> Tensor:

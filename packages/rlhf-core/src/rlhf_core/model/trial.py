@@ -8,7 +8,7 @@ way that does not, or the model is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,8 +19,9 @@ from rlhf_core.model.attention.enable import disable_packing, enable_packing, wa
 from rlhf_core.model.attention.packed import MaskWatch
 from rlhf_core.model.heads import Heads, kind_of
 from rlhf_core.model.hidden_states import padded_states
-from rlhf_core.model.own_numbers import OwnNumbers
+from rlhf_core.model.own_numbers import OwnImageNumbers, OwnNumbers
 from rlhf_core.model.tiled_mlp import tiled_mlps, tiles_of
+from rlhf_core.model.vision import Vision, sees_in_every_pass
 
 _FAILURES = (
     AttributeError,
@@ -57,13 +58,22 @@ class Trial:
     """Why rows run padded although packing was asked for; empty where it was not, or they do not."""
     own_head: bool = False
     """Whether logits or scores are made by the model's own code, as its head is not a plain one."""
+    images: bool = False
+    """Whether rows may have images; these run padded."""
     differences: Mapping[str, float] = field(default_factory=dict)
     """Largest difference from the model's own numbers, of the way taken and of those that were not."""
 
     @property
     def notice(self) -> str:
         """What whoever runs the model should be told, once; empty if all is as asked for."""
-        return f"rows run padded, not packed: {self.declined}" if self.declined else ""
+        if self.declined:
+            return f"rows run padded, not packed: {self.declined}"
+        if self.packing and self.images:
+            return (
+                "micro-batches with images run padded, not packed: the model computes positions and masks from the "
+                "images"
+            )
+        return ""
 
 
 def try_model(
@@ -75,7 +85,8 @@ def try_model(
 ) -> Trial:
     """Find out how `model_outputs` gives this model's numbers, and settle it for the model.
 
-    It runs about eight short rows forward. The ranks of a sharded model call it together.
+    It runs about eight short rows forward, and six with images if the model was loaded for these. The ranks of a
+    sharded model call it together.
 
     Args:
         model: a Transformers model on its device, with weights.
@@ -96,7 +107,7 @@ def try_model(
             with tiles_of(model, None):
                 found = trial.run(packing)
             trial.check_tiles()
-            return found
+            return replace(found, images=trial.check_images())
     finally:
         model.train(training)
 
@@ -121,6 +132,8 @@ class _Trial:
         heads, declined = Heads.of(self._model), ""
         if packing and heads.own_scores:
             declined = "its scores are made by its own forward pass"
+        elif packing and sees_in_every_pass(self._model):
+            declined = "all ranks run the image encoder in every micro-batch, and rows with images are padded"
         elif packing:
             declined = enable_packing(self._model, watch, lambda: self._fault("packed"))
         if eager and (declined or not packing):
@@ -143,6 +156,37 @@ class _Trial:
                 f"{kind_of(self._model)} cannot run its MLPs over tiles: {fault}. Leave max_tokens_per_mlp_tile "
                 "out for this model"
             )
+
+    def check_images(self) -> bool:
+        """Whether the model was loaded for images; refuse one whose numbers with images would not be its own."""
+        vision = Vision.of(self._model)
+        if vision is None:
+            return False
+        fault = ""
+        try:
+            with with_attention(self._model, "eager"):
+                own = OwnImageNumbers(self._model, vision)
+                if own.unseen():
+                    fault = "its own forward pass says the same of other images"
+            gap = own.gap()
+            self._differences["images"] = gap.largest
+            if not gap.fine:
+                fault = f"rows with images differ from the model's own forward pass by {gap}"
+            if sees_in_every_pass(self._model) and own.calls_differ():
+                fault = (
+                    "it runs its image encoder more often for more images, so ranks with different numbers of "
+                    "images would wait for each other for ever"
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            fault = f"its forward pass with images fails: {type(error).__name__}: {error}"
+        if not self._agree(not fault):
+            raise ConfigError(
+                f"{kind_of(self._model)} cannot be used for rows with images: "
+                f"{fault or 'another rank found a difference'}. Use a model of another family, or rows of text"
+            )
+        return True
 
     def _watch(self) -> MaskWatch:
         try:

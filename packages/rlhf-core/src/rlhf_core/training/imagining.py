@@ -16,6 +16,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces.engine_config import EngineConfig
 from rlhf_core.model.attention.enable import assume_packing
 from rlhf_core.model.tiled_mlp import tile_mlps
+from rlhf_core.model.vision import has_vision_class
 from rlhf_core.training.deepened import SHALLOW, Deepening
 from rlhf_core.training.memory_meter import LivingTensors
 
@@ -135,6 +136,8 @@ def built(config: EngineConfig, its: Any) -> Any:
 
     causal = config.role in ("policy", "reference")
     kind: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
+    if causal and has_vision_class(its):
+        kind = transformers.AutoModelForImageTextToText
     try:
         model = kind.from_config(
             its, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code

@@ -13,6 +13,7 @@ from rlhf_core.data.batch import RUN_TOGETHER, Batch
 from rlhf_core.data.packed import length_of, whole_of
 from rlhf_core.data.ragged import RaggedBatch
 from rlhf_core.model.attention.packed import has_dropout, is_packing
+from rlhf_core.model.vision import sees_in_every_pass
 
 Counts = Literal["padded", "packed", "shared"]
 """`padded`: rows times the longest one. `packed`: those of the rows. `shared`: a prompt that rows of the
@@ -29,7 +30,7 @@ class TokenBudget:
     @classmethod
     def of(cls, model: Any, tokens: int) -> TokenBudget:
         """The budget that counts the tokens which `model_outputs` runs with the model in its present mode."""
-        if not is_packing(model):
+        if not is_packing(model) or sees_in_every_pass(model):
             return cls(tokens=tokens)
         return cls(tokens=tokens, counts="packed" if has_dropout(model) else "shared")
 
@@ -139,7 +140,7 @@ def units_together(batch: Batch | RaggedBatch) -> list[list[int]]:
 def _cut(batch: Batch, budget: TokenBudget) -> list[list[int]]:
     lengths, prompts, size = batch.lengths.tolist(), prompts_of(batch), batch.rows_per_unit
     groups = [prompts[start].tokens for start in range(0, batch.rows, size)]
-    if budget.counts == "padded":
+    if budget.counts == "padded" or batch.images:  # rows with images run padded
         return cut_micro_batches(lengths, rows_per_unit=size, max_tokens=budget.tokens, groups=groups)
     units = [slice(start, start + size) for start in range(0, batch.rows, size)]
     cut: list[list[int]] = []

@@ -17,6 +17,7 @@ from rlhf_algos import (
     data_fingerprint,
     naming_full_disk,
     open_run_directory,
+    processor_of,
     read_metrics,
     replaced_folder,
     run_fingerprint,
@@ -159,7 +160,10 @@ def _attempt(
                 run.trainer.policy.export_average(average)
         with replaced_folder(folder / "model") as model:
             run.trainer.policy.export(model)
-            inputs.tokenizer.save_pretrained(model)
+            section = config.model
+            # A vision-language model's processor holds its tokenizer.
+            processor = processor_of(section.path, inputs.tokenizer, trust_remote_code=section.trust_remote_code)
+            (processor or inputs.tokenizer).save_pretrained(model)
     return RunResult(
         steps=run.state.step,
         folder=folder,

@@ -181,6 +181,7 @@ def make_prompts(
     form = form or PromptFormat()
     prompts, dropped = [], 0
     for index, row in enumerate(rows):
+        _check_no_images(row)
         text, token_ids, messages = _tokenise(row, tokenizer, form)
         fitted = form.lengths.fitted_prompt(token_ids, row.place, default=MAX_PROMPT_TOKENS)
         if fitted is None:
@@ -201,6 +202,16 @@ def make_prompts(
         most = form.lengths.max_prompt_tokens or MAX_PROMPT_TOKENS
         raise DataError(f"{rows[0].source}: all {dropped} prompts are longer than {most} tokens")
     return prompts, dropped
+
+
+def _check_no_images(row: Row) -> None:
+    """Refuse a prompt with images: it would be answered, and learnt from, without them."""
+    for name in ("images", "image"):
+        if row.values.get(name) not in (None, "", [], ()):
+            raise DataError(
+                f"{row.place} has {name}, and prompts are given to the model as text; train on images offline "
+                f"(sft, dpo, ...), or write columns: {{picture: {name}}} if that is for the reward alone"
+            )
 
 
 def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[int], tuple[Mapping[str, Any], ...]]:

@@ -102,6 +102,7 @@ def check_tensor_parallel(config: EngineConfig, zero: ZeroConfig) -> None:
     others = {
         "lora": config.lora is not None,
         "average_decay": config.average_decay is not None,
+        "images": config.images,
         "sequence_parallel_size": config.sequence_parallel_size > 1,
         "deep_compile": zero.deep_compile,
         "max_tokens_per_mlp_tile": config.max_tokens_per_mlp_tile is not None,

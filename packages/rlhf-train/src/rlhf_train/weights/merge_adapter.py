@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from rlhf_core import (
     adapted_layers,
     check_choice,
     find_adapter,
+    has_vision_class,
+    load_processor,
     naming_damage,
     quantized_loading,
     restore_linear_layers,
@@ -105,7 +108,7 @@ def load_adapted(
 
 
 def merge_adapter(config: MergeConfig) -> int:
-    """Write the merged model, with the base model's tokenizer; returns the number of merged layers.
+    """Write the merged model, with the base model's tokenizer or processor; returns the number of merged layers.
 
     Each layer is merged in float32 and then brought to the dtype of the whole. An adapter that was trained over
     4-bit weights is merged into those, put back to full precision: the model that was trained, not one near it.
@@ -154,8 +157,10 @@ def _load_base(base: str, described: dict[str, Any], quantize: FourBit | None, *
     kind: Any = hf.AutoModelForSequenceClassification if scalar else hf.AutoModelForCausalLM
     arguments: dict[str, Any] = {"num_labels": 1} if scalar else {}
     try:
-        own: Any = hf.AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
-        dtype = own or torch.float32
+        its: Any = hf.AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        dtype = its.dtype or torch.float32
+        if not scalar and has_vision_class(its):
+            kind = hf.AutoModelForImageTextToText
         if quantize is not None:
             cpu = torch.device("cpu")
             arguments |= quantized_loading(quantize, dtype=dtype, device=cpu, extra="rlhf-train[qlora]")
@@ -182,10 +187,14 @@ def _put_on(model: Any, folder: Path) -> Any:
 
 
 def _copy_tokenizer(base: str, path: Path, config: MergeConfig) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    trusted = config.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trusted)
     except (OSError, ValueError):
         return  # a model without one
     tokenizer.save_pretrained(path)
+    if has_vision_class(AutoConfig.from_pretrained(base, trust_remote_code=trusted)):
+        with contextlib.suppress(ConfigError):  # a model whose processor was left out
+            load_processor(base, trust_remote_code=trusted).save_pretrained(path)

@@ -123,6 +123,7 @@ def mismatched_rows(batch: Batch, *, pad_token_id: int = 0) -> Batch:
         response_mask=pad_rows(masks, value=False, dtype=torch.bool),
         temperature=batch.temperature,
         sample_ids=batch.sample_ids,
+        images=batch.images,
     )
 
 
