@@ -61,7 +61,8 @@ def test_a_step_of_ties_alone_changes_no_weight_and_the_run_goes_on(paired, make
     assert [(row["pairs"], row["ties"]) for row in rows] == [(0, 4)] * 3
     assert all("grad_norm" not in row for row in rows)
     again = replay_step(run.folder / "bundles" / "step-000002", console=Console(file=io.StringIO()))
-    assert again.equal
+    assert again.first is None  # the log-probs of now are compared with the sampler's, whose last bits differ
+    assert again.error is None
 
 
 def test_pairs_are_cut_into_minibatches_whole():

@@ -16,6 +16,9 @@ from rlhf_core import DataError
 from rlhf_launch.config.curriculum import CurriculumSection
 from rlhf_launch.samples.prompts import Prompt, PromptSets, PromptStream
 
+_TRIES = 64
+"""Draws after which all prompts that are not under way are looked at."""
+
 
 class CurriculumStream(PromptStream):
     """Draws each prompt by what is known when it is started: a pure function of seed, position and the visits that
@@ -58,6 +61,8 @@ class CurriculumStream(PromptStream):
         self._rates = np.full(count, np.nan)
         self._rests = np.zeros(count, dtype=np.int64)
         """The step from which each prompt may come again."""
+        self._sums: dict[int, NDArray[np.float64]] = {}
+        """By dataset, of this step; see `_sums_of`."""
         self._drawn: dict[int, int] = {}
         """Position to prompt, of positions that no step has settled."""
         self._noted: dict[int, tuple[float, bool]] = {}
@@ -101,17 +106,19 @@ class CurriculumStream(PromptStream):
             if flat:
                 self._rests[index] = self._step + 1 + self._rules.cooldown_steps
         self._step += 1
+        self._sums.clear()
         return self._metrics(indices, passed)
 
     def state(self) -> dict[str, Any]:
         """See PromptStream."""
         seen = np.flatnonzero(self._draws).tolist()
         known = [
-            [index, int(self._draws[index]), _plain(self._rates[index]), int(self._rests[index])] for index in seen
+            [index, int(self._draws[index]), _plain(float(self._rates[index])), int(self._rests[index])]
+            for index in seen
         ]
         return {
             "step": self._step,
-            "drawn": sorted(self._drawn.items()),
+            "drawn": [list(pair) for pair in sorted(self._drawn.items())],
             "noted": [[position, *noted] for position, noted in sorted(self._noted.items())],
             "prompts": json.dumps(known),  # in one line of the checkpoint's file
         }
@@ -119,7 +126,7 @@ class CurriculumStream(PromptStream):
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """See PromptStream. Without a state (a run that had no curriculum until now) it begins anew."""
         self._draws[:], self._rates[:], self._rests[:] = 0, np.nan, 0
-        self._step, self._drawn, self._noted = 0, {}, {}
+        self._step, self._drawn, self._noted, self._sums = 0, {}, {}, {}
         if state is None:
             return
         self._step = state["step"]
@@ -133,9 +140,24 @@ class CurriculumStream(PromptStream):
     def _draw(self, position: int) -> int:
         chance = random.Random(f"{self._seed}/curriculum/{position}")
         weights = self._rules.weights_at(self._step) or self._sets.weights
-        dataset = _pick(np.asarray(weights, dtype=np.float64), chance.random())
+        dataset = _place(np.cumsum(weights), chance.random())
         first, last = self._starts[dataset], self._starts[dataset + 1]
-        return first + _pick(self._weights(first, last), chance.random())
+        if self._rules.target_success_rate is not None:
+            sums, busy = self._sums_of(dataset), set(self._drawn.values())
+            # Nearly always one of the first tries is free, and nothing is done for each prompt of the data.
+            for _ in range(_TRIES if sums[-1] > 0 else 0):
+                if (index := first + _place(sums, chance.random())) not in busy:
+                    return index
+        weights = self._weights(first, last)
+        return first + _place(np.cumsum(weights), chance.random())
+
+    def _sums_of(self, dataset: int) -> NDArray[np.float64]:
+        """Sums of the weights of a dataset's prompts that are open and do not rest, which stay for the step."""
+        if dataset not in self._sums:
+            part = slice(self._starts[dataset], self._starts[dataset + 1])
+            may = self._open(part.start, part.stop) & (self._rests[part] <= self._step)
+            self._sums[dataset] = np.cumsum(np.where(may, interest(self._rates[part], self._rules), 0.0))
+        return self._sums[dataset]
 
     def _weights(self, first: int, last: int) -> NDArray[np.float64]:
         """Weights of a dataset's prompts."""
@@ -240,12 +262,12 @@ def _ranks(difficulty: NDArray[np.float64] | None, starts: Sequence[int]) -> NDA
     return ranks
 
 
-def _pick(weights: NDArray[np.float64], chance: float) -> int:
-    """An index by weights that are not all 0; `chance` is in [0, 1)."""
-    sums = np.cumsum(weights)
+def _place(sums: NDArray[np.float64], chance: float) -> int:
+    """An index by the sums of weights that are not all 0; `chance` is in [0, 1)."""
     # By rounding the product may be the whole sum, which is past the last index that has a weight.
-    return int(min(np.searchsorted(sums, chance * sums[-1], side="right"), np.flatnonzero(weights)[-1]))
+    last = np.searchsorted(sums, sums[-1], side="left")
+    return int(min(np.searchsorted(sums, chance * sums[-1], side="right"), last))
 
 
 def _plain(rate: float) -> float | None:
-    return None if math.isnan(rate) else float(rate)
+    return None if math.isnan(rate) else rate
