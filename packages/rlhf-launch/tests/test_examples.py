@@ -5,7 +5,7 @@ import pytest
 import rlhf_launch
 import yaml
 from rlhf_algos import OfflineConfig, from_mapping, load_config
-from rlhf_launch import OnlineConfig, RoundsConfig
+from rlhf_launch import ChainConfig, OnlineConfig, RoundsConfig
 
 FOLDER = Path(__file__).parents[3] / "examples"
 EXAMPLES = sorted(FOLDER.glob("**/*.yaml"))
@@ -15,7 +15,8 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_configuration(path):
     content = yaml.safe_load(path.read_text())
-    kind = RoundsConfig if "rounds" in content else OnlineConfig if "rollout" in content else OfflineConfig
+    kinds = {"stages": ChainConfig, "rounds": RoundsConfig, "rollout": OnlineConfig}
+    kind = next((kind for key, kind in kinds.items() if key in content), OfflineConfig)
     assert load_config(kind, path)
 
 

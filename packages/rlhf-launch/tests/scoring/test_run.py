@@ -138,6 +138,8 @@ def test_scores_after_generation_are_those_given_along_with_it(make, folder, tmp
         for left, right in zip(row["samples"], second[name]["samples"], strict=True):
             assert right.pop("score") == pytest.approx(left.pop("score"), abs=1e-5)
             assert right.pop("score_components") == pytest.approx(left.pop("score_components"), abs=1e-5)
+            # The last bits depend on what happened to share a batch with the sample.
+            assert right.pop("log_probs") == pytest.approx(left.pop("log_probs"), abs=1e-4)
         assert row == second[name]
 
 
