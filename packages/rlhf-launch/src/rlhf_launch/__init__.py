@@ -5,9 +5,9 @@
 >>> result = train(load_config(OnlineConfig, "examples/gsm8k.yaml"))             # doctest: +SKIP
 
 Runs: `train`, `generate`, `train_offline`, `run_chain` and `check_mismatch` take a configuration and block
-until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines, weight sync;
-`examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked for, so that
-importing this package costs nothing.
+until they are done, also in a notebook. Pieces: prompts, group makers, rewards, training and rollout engines,
+weight sync; `examples/own_loop.py` is a loop of them. A name is imported from its module when it is first asked
+for, so that importing this package costs nothing.
 """
 
 from importlib import import_module
