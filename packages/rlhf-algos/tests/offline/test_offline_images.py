@@ -162,6 +162,17 @@ def test_micro_batches_and_rows_of_text_between_change_nothing(make, tmp_path):
 
 
 @pytest.mark.stack
+def test_kto_scores_partners_with_the_images_of_their_prompt(make, tmp_path, models):
+    rows = [{**row, "label": index % 2 == 0} for index, row in enumerate(coloured(tmp_path, 8))]
+    config = make(rows, "kto", reference=models[1], batch_size=4, steps=2)
+    train(config)
+    for found in read_metrics(config.output / "metrics.jsonl"):
+        # Without its images a partner would have places for them and nothing to put there: the model refuses that.
+        assert found["kl_baseline"] >= 0
+        assert found["grad_norm"] > 0
+
+
+@pytest.mark.stack
 def test_adapters_of_the_language_model_train_and_leave_the_encoder_alone(make, tmp_path, models):
     from safetensors.torch import load_file
 
