@@ -257,6 +257,7 @@ SIZES = (
     "rollout.sampling.max_tokens=5",
     "rollout.samples_per_prompt=8",
     "train.engine=torch",
+    "train.max_tokens_per_micro_batch=2048",
     "train.prompts_per_step=32",
     "train.minibatches=2",
     "train.steps=30",

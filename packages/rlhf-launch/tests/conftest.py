@@ -46,7 +46,14 @@ def settings(folder, tmp_path):
         "lengths": {"max_prompt_tokens": 16},
         "reward": {"function": "launch_rewards:share_of_alphanumerics"},
         "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
-        "train": {"engine": "torch", "prompts_per_step": 4, "steps": 3, "optimizer": {"learning_rate": 1e-3}},
+        # Few tokens at a time: the plan of a run goes through a whole micro-batch of its shortest rows.
+        "train": {
+            "engine": "torch",
+            "max_tokens_per_micro_batch": 512,
+            "prompts_per_step": 4,
+            "steps": 3,
+            "optimizer": {"learning_rate": 1e-3},
+        },
         "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},
         "output": str(tmp_path / "run"),
     }

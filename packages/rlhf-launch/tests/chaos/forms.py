@@ -73,7 +73,12 @@ def _online(folder: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
         "reward": {"function": "launch_rewards:share_of_alphanumerics"},
         "algorithm": {"name": "grpo", "kl_coef": 0.05},
         "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
-        "train": {"engine": "torch", "prompts_per_step": 4, "optimizer": {"learning_rate": 1e-3}},
+        "train": {
+            "engine": "torch",
+            "max_tokens_per_micro_batch": 512,
+            "prompts_per_step": 4,
+            "optimizer": {"learning_rate": 1e-3},
+        },
         "evaluation": {"every": 3},
         "checkpoint": {"every": 1},
         "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},

@@ -211,7 +211,13 @@ def all_kinds(folder, tmp_path_factory, scoring_server):
             "lengths": {"max_prompt_tokens": 16},
             "reward": {"parts": parts},
             "rollout": {"backend": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
-            "train": {"engine": "torch", "prompts_per_step": 4, "steps": 2, "optimizer": {"learning_rate": 1e-3}},
+            "train": {
+                "engine": "torch",
+                "max_tokens_per_micro_batch": 512,
+                "prompts_per_step": 4,
+                "steps": 2,
+                "optimizer": {"learning_rate": 1e-3},
+            },
             "placement": {"executor": "local", "device": "cpu", "timeout_s": 300},
             "output": str(output),
         }
