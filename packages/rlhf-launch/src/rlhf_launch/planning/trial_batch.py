@@ -17,6 +17,9 @@ _OUTPUTS: dict[Role, tuple[str, ...]] = {
 }
 
 
+_MOST_ROWS = 64
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowShape:
     """The longest rows of a run: tokens of the prompt, and of the response."""
@@ -38,8 +41,9 @@ class RowShape:
                 segments of a packed row at once needs as much memory for one as for many.
         """
         rows = max(1, tokens // self.length)
-        times = rows if one_row else 1
-        return planned_rows(rows=1 if one_row else rows, prompt=self.prompt * times, response=self.response * times)
+        # Many short rows stand in fewer, longer ones: a pass over fake tensors takes its time for every row.
+        times = -(-rows // (1 if one_row else _MOST_ROWS))
+        return planned_rows(rows=rows // times, prompt=self.prompt * times, response=self.response * times)
 
 
 def planned_rows(*, rows: int, prompt: int, response: int, vocabulary: int = 64) -> Batch:
