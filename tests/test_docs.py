@@ -35,6 +35,13 @@ def test_every_page_is_listed():
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= set(listed)
 
 
+def test_every_example_is_listed():
+    page = ROOT / "examples" / "README.md"
+    listed = {page.parent / link for link in re.findall(r"\]\((\S+?)\)", page.read_text())}
+    loose = [path for path in page.parent.iterdir() if path != page and not path.name.startswith((".", "_"))]
+    assert not [path.name for path in loose if path not in listed]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_what_examples_import_exists(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
