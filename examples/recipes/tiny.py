@@ -270,12 +270,14 @@ SIZES = (
 )
 
 
-def online(*overrides: str, recipe: str = "grpo") -> Callable[[Task, str], Outcome]:
-    """An algorithm of `rlhf train`: a file of its own, or that of GRPO with its name."""
+def online(*overrides: str, recipe: str = "grpo", taught: bool = False) -> Callable[[Task, str], Outcome]:
+    """An algorithm of `rlhf train`: a file of its own, or that of GRPO with its name; `taught` by another model."""
 
     def run(task: Task, name: str) -> Outcome:
         given = [f"model={task.base}", f"data.train={task.prompts}", f"output={task.folder / name}"]
         given += [f"algorithm.name={name}", "reward={function: 'tiny:exact_sum'}"]
+        if taught:
+            given.append(f"model.teacher={task.teacher}")
         settings = [setting.format(seed=task.seed) for setting in QUIET]
         config = load_config(OnlineConfig, FOLDER / f"{recipe}.yaml", [*SIZES, *settings, *given, *overrides])
         begin = time.perf_counter()
@@ -303,9 +305,11 @@ RECIPES: dict[str, Callable[[Task, str], Outcome]] = {
     "kto": offline("labelled", RATE(3e-4), EPOCHS_OF(4)),
     "tpo": offline("triples", RATE(3e-4), EPOCHS_OF(10)),
     "distill": offline("answers", RATE(1e-3), EPOCHS_OF(10), measure="right"),
-    **{name: online() for name in rlhf_algos.NAMED_RECIPES},
+    # The model of this task makes nothing of what it is shown; docs/distillation.md has one that does.
+    **{name: online() for name in rlhf_algos.NAMED_RECIPES if name != "self_distillation"},
     **{name: online(*CRITIC, recipe="ppo") for name in ("ppo", "vapo")},
     "gdpo": online(*GDPO),
+    "on_policy_distillation": online(taught=True),
 }
 
 

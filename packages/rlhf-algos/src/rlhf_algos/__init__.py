@@ -220,7 +220,7 @@ from rlhf_algos.offline.order import epoch_order
 from rlhf_algos.offline.progress import ProgressBar
 from rlhf_algos.offline.run_data import load_data
 from rlhf_algos.offline.teacher import DistillConfig, distill
-from rlhf_algos.recipes.distillation import LearnsFromTeacher, OnPolicyDistillation
+from rlhf_algos.recipes.distillation import TAUGHT, LearnsFromTeacher, OnPolicyDistillation
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.named import NAMED_RECIPES, make_recipe
 from rlhf_algos.recipes.online_dpo import PAIR_SIDE, LearnsFromPairs, OnlineDPO, pair_sides
@@ -235,6 +235,7 @@ from rlhf_algos.recipes.recipe import (
     advantage_metrics,
     prompt_tokens,
 )
+from rlhf_algos.recipes.self_distillation import TEACHER_PROMPT, SelfDistillation, ShowsTeacherMore
 from rlhf_algos.run_directory.checkpoints import Checkpoint, CheckpointStore, Unpublished
 from rlhf_algos.run_directory.differences import Difference, differences
 from rlhf_algos.run_directory.directory import RunDirectory, Start, installed_versions, open_run_directory
@@ -288,6 +289,8 @@ __all__ = [
     "POLICY_LOSSES",
     "PPO",
     "SELECTION_RULES",
+    "TAUGHT",
+    "TEACHER_PROMPT",
     "AdaptiveKL",
     "Advantage",
     "AdvantageConfig",
@@ -408,6 +411,8 @@ __all__ = [
     "SelectionConfig",
     "SelectionReport",
     "SelectionRule",
+    "SelfDistillation",
+    "ShowsTeacherMore",
     "SimPOConfig",
     "Start",
     "Statistic",

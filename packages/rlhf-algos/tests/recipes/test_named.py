@@ -135,7 +135,16 @@ def test_options_of_another_estimator_than_the_presets_do_not_linger():
 @pytest.mark.parametrize("name", sorted(NAMED_RECIPES))
 def test_recipes_say_how_many_samples_and_what_else_they_need(name):
     recipe = make_recipe(name, NEEDED.get(name))
-    alone = {"on_policy_distillation", "ppo", "vapo", "nash_md", "reinforce", "reinforce_pp", "remax"}
+    alone = {
+        "on_policy_distillation",
+        "self_distillation",
+        "ppo",
+        "vapo",
+        "nash_md",
+        "reinforce",
+        "reinforce_pp",
+        "remax",
+    }
     sampler = {"scale_rl", "dppo"}
     collision = ("log_collision",) if name == "optimal_token" else ()
     without = name in sampler or name == "online_dpo"

@@ -18,6 +18,7 @@ SCORED_FIRST = {
     "clip_cov",
     "optimal_token",
     "on_policy_distillation",
+    "self_distillation",
 }
 """Those that must know the log-probs before the update; PPO and VAPO only with a reference."""
 FROM_SAMPLER = {"scale_rl", "dppo"}

@@ -15,6 +15,7 @@ _MODELS = (_EXPORT, "best", "model-average")
 _CHECKPOINTS = "checkpoints"
 _RECORD = "run.json"
 _DIGEST = 12
+_NO_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,3 +162,9 @@ def _digest(folder: Path) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:_DIGEST]
+
+
+def longest_row(config: Any) -> int:
+    """Tokens of the longest row that a model with this Transformers configuration takes."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)

@@ -38,7 +38,7 @@ class ModelSection:
     """Start of PPO's critic; null for the reward model, else the policy's backbone."""
     teacher: str | None = None
     """Model that judges the policy's tokens in `on_policy_distillation` (`rlhf train`): any architecture, with the
-    policy's vocabulary."""
+    policy's vocabulary. `self_distillation` takes the policy's start without it."""
     tokenizer: str | None = None
     """Where the tokenizer is; null for the model's own."""
     chat_template: str | None = None

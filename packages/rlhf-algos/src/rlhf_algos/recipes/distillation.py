@@ -14,6 +14,9 @@ from rlhf_algos.advantages.returns import discounted_returns
 from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.recipe import Metrics, reference_kl, with_old_log_probs
 
+TAUGHT = "taught"
+"""A column [rows]: whether the teacher has judged the row. Without it all rows are."""
+
 
 @runtime_checkable
 class LearnsFromTeacher(Protocol):
@@ -130,9 +133,11 @@ class OnPolicyDistillation(GRPO):
     ) -> tuple[Batch, Metrics]:
         """Add `advantages` [rows, length]; see Recipe.
 
-        Columns read: `teacher_log_probs`, `old_log_probs`, and with `reward_coef` those of `GRPO.prepare`. Metrics:
+        Columns read: `teacher_log_probs`, `old_log_probs`, `taught` if there (the gap of other rows is 0), and with
+        `reward_coef` those of `GRPO.prepare`. Metrics:
         `teacher/reverse_kl` (nats per sampled token, estimated by the samples: its mean can be negative in a small
-        batch), `teacher/log_prob`, `advantage_task_abs` with `reward_coef`.
+        batch), `teacher/log_prob`, `teacher/taught` (share of rows) with that column, `advantage_task_abs` with
+        `reward_coef`.
         """
         raw_scores, task = scores, None
         if self.needs_scores:
@@ -141,9 +146,12 @@ class OnPolicyDistillation(GRPO):
             batch = with_old_log_probs(batch, self.old_log_probs)
             metrics = reference_kl(batch, self.kl_estimator)
         mask, limit = batch.response_mask, self.teacher_log_ratio_limit
-        gap = (batch["teacher_log_probs"] - batch["old_log_probs"]).masked_fill(~mask, 0)
-        metrics["teacher/reverse_kl"] = mean_of(-gap, mask)
-        metrics["teacher/log_prob"] = mean_of(batch["teacher_log_probs"].masked_fill(~mask, 0), mask)
+        if TAUGHT in batch:
+            metrics["teacher/taught"] = mean_of(batch[TAUGHT].float())
+        judged = mask & batch[TAUGHT].bool()[:, None] if TAUGHT in batch else mask
+        gap = (batch["teacher_log_probs"] - batch["old_log_probs"]).masked_fill(~judged, 0)
+        metrics["teacher/reverse_kl"] = mean_of(-gap, judged)
+        metrics["teacher/log_prob"] = mean_of(batch["teacher_log_probs"].masked_fill(~judged, 0), judged)
         advantages = gap.clamp(-limit, limit)
         if self.teacher_gamma:
             advantages = discounted_returns(advantages, mask, gamma=self.teacher_gamma)

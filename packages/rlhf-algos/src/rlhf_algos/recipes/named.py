@@ -14,6 +14,7 @@ from rlhf_algos.recipes.grpo import GRPO
 from rlhf_algos.recipes.online_dpo import OnlineDPO
 from rlhf_algos.recipes.ppo import PPO
 from rlhf_algos.recipes.recipe import Recipe
+from rlhf_algos.recipes.self_distillation import SelfDistillation
 
 _SEQUENCE_MEAN = {"aggregation": "seq_mean_token_mean"}
 
@@ -100,6 +101,7 @@ NAMED_RECIPES: Mapping[str, tuple[type[GRPO] | type[PPO] | type[OnlineDPO], Mapp
         {"advantage": "reinforce", "loss": "reinforce", "loss_options": {"aggregation": "seq_mean_token_sum"}},
     ),
     "on_policy_distillation": (OnPolicyDistillation, {}),
+    "self_distillation": (SelfDistillation, {}),
     "online_dpo": (OnlineDPO, {}),
 }
 """Name to class and the fields that differ from the class's defaults. DAPO's dynamic sampling is the loop's part;

@@ -12,9 +12,7 @@ import torch
 from rlhf_algos import choose_device, choose_dtype
 from rlhf_core import ConfigError, DataError, EngineConfig, SamplingConfig, load_role
 
-from rlhf_launch.named_models import find_model, find_tokenizer, is_reward_model
-
-_NO_LIMIT = 1 << 20
+from rlhf_launch.named_models import find_model, find_tokenizer, is_reward_model, longest_row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +62,7 @@ class Speaker:
             raise ConfigError(f"{config.model!r} has no tokenizer; put its base model's beside it")
         self.tokenizer: Any = tokenizer
         self._model: Any = model.to(device).eval()
-        text = model.config.get_text_config()
-        self.most_tokens = int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)
+        self.most_tokens = longest_row(model.config)
         """Prompt and reply together."""
 
     def sampling(self, *, max_tokens: int, **wanted: float | int | None) -> SamplingConfig:

@@ -12,6 +12,7 @@ from rlhf_algos import (
     NAMED_RECIPES,
     LearnsFromTeacher,
     OfflineConfig,
+    ShowsTeacherMore,
     commented_yaml,
     from_mapping,
     make_recipe,
@@ -114,7 +115,10 @@ def starting_file(method: str, *, full: bool = False) -> str:
         command, rows, keys = f"rlhf train {name}.yaml", _PROMPTS, _ONLINE_KEYS
         if recipe.min_samples_per_prompt < 2:
             settings["rollout"] = {"samples_per_prompt": 1}
-        if isinstance(recipe, LearnsFromTeacher):
+        if isinstance(recipe, ShowsTeacherMore):
+            settings |= {"reward": {}}
+            rows = '{"prompt": ..., "teacher_prompt": ...}'
+        elif isinstance(recipe, LearnsFromTeacher):
             settings |= {"model": {"path": settings["model"], "teacher": "path/of/the/teacher"}, "reward": {}}
             rows, keys = '{"prompt": ...}', ("model.teacher", *keys)
         config: Any = from_mapping(OnlineConfig, settings, source="rlhf init")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhf_algos import ShowsTeacherMore
 from rlhf_core import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def check_signals(config: OnlineConfig) -> None:
         ConfigError: the first of them, with what to write instead.
     """
     _check_teacher(config)
+    _check_shown(config)
     if not config.is_scored:
         _check_unscored(config)
     if config.learns_from_pairs:
@@ -31,12 +33,30 @@ def check_signals(config: OnlineConfig) -> None:
 
 def _check_teacher(config: OnlineConfig) -> None:
     name, teacher = config.algorithm.name, config.model.teacher
-    if config.needs_teacher and teacher is None:
+    itself = isinstance(config.algorithm.recipe, ShowsTeacherMore)
+    if config.needs_teacher and teacher is None and not itself:
         raise ConfigError(f"algorithm {name!r} learns from a teacher; write model.teacher: path/of/the/teacher")
     if teacher is not None and not config.needs_teacher:
         raise ConfigError(
             f"model.teacher is set, but algorithm {name!r} has no teacher; write algorithm: "
             "on_policy_distillation, or leave it out"
+        )
+
+
+def _check_shown(config: OnlineConfig) -> None:
+    """Refuse a teacher with a prompt of its own where there is no such thing."""
+    recipe = config.algorithm.recipe
+    if not isinstance(recipe, ShowsTeacherMore):
+        return
+    if config.rollout.agent is not None:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name!r} shows the teacher another prompt than the samples had, and the "
+            "episodes of rollout.agent have several turns; leave rollout.agent out"
+        )
+    if recipe.shows_success and not config.is_scored:
+        raise ConfigError(
+            "algorithm.teacher_template has the place {success}, and without a reward no sample is a success; give "
+            "reward.function, reward.model or reward.parts"
         )
 
 

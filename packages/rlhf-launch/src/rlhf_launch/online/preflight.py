@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_algos import check_same_vocabulary
+from rlhf_algos import ShowsTeacherMore, check_same_vocabulary
 from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_transport
 from rlhf_rollout import ChatTokens, check_agent
 
 from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
+from rlhf_launch.named_models import longest_row
 from rlhf_launch.online.evaluation import HeldOut
 from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
@@ -19,6 +20,7 @@ from rlhf_launch.samples.pretraining import PretrainingText, load_pretraining
 from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 from rlhf_launch.samples.sampling import gateway_class
+from rlhf_launch.samples.teacher_prompts import with_teacher_prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,8 @@ def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str
             f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(train.prompts)} prompts "
             f"of {data.description}; lower it, or give more data"
         )
+    if isinstance(config.recipe, ShowsTeacherMore):
+        train = replace(train, prompts=_shown_to_teacher(config, config.recipe, tokenizer, train.prompts))
     if data.curriculum is not None:
         difficulties(train.prompts, data.curriculum, data.description)
     dropped, sampling = train.dropped, config.rollout.sampling
@@ -114,6 +118,23 @@ def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str
         held_out[name] = _held_out(more.prompts, section, sampling)
         dropped += more.dropped
     return train, held_out, dropped
+
+
+def _shown_to_teacher(
+    config: OnlineConfig, recipe: ShowsTeacherMore, tokenizer: Any, prompts: Sequence[Prompt]
+) -> list[Prompt]:
+    from transformers import AutoConfig
+
+    model = config.model
+    teacher = AutoConfig.from_pretrained(model.teacher or model.path, trust_remote_code=model.trust_remote_code)
+    return with_teacher_prompts(
+        prompts,
+        recipe,
+        tokenizer,
+        max_tokens=config.rollout.sampling.max_tokens,
+        longest_row=longest_row(teacher),
+        where=config.data.description,
+    )
 
 
 def _held_out(prompts: Sequence[Prompt], section: EvaluationSet, training: SamplingConfig) -> HeldOut:

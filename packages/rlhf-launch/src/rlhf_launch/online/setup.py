@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from rlhf_algos import CheckpointSchedule, CheckpointStore
+from rlhf_algos import CheckpointSchedule, CheckpointStore, ShowsTeacherMore
 from rlhf_core import ConfigError, SamplingConfig, StopRequest
 from rlhf_rollout import AgentConfig, AgentLoop, EnvironmentRewardConfig, ProgramLoop, tool_call_parser
 
@@ -31,7 +31,7 @@ from rlhf_launch.samples.groups import GroupMaker, MakeGroups
 from rlhf_launch.samples.ledger import Ledger, LedgerLimits
 from rlhf_launch.samples.pretraining import PretrainingStream, PretrainingText
 from rlhf_launch.samples.producer import During, Producer, ProducerConfig
-from rlhf_launch.samples.prompts import PromptStream
+from rlhf_launch.samples.prompts import PromptStream, policy_tokenizer
 from rlhf_launch.samples.reward import Rewarder, open_reward
 from rlhf_launch.samples.reward_scale import RewardScales
 from rlhf_launch.samples.sampling import (
@@ -42,6 +42,7 @@ from rlhf_launch.samples.sampling import (
     open_gateway,
     response_sampler,
 )
+from rlhf_launch.samples.teacher_prompts import TeacherPrompts
 from rlhf_launch.weight_sync.replacement import RolloutReplacement
 from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.devices import SharedDevices, described_turns
@@ -216,6 +217,7 @@ def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText |
         reference=workers.training.get("reference"),
         reference_is_policy=config.reference_is_policy,
         teacher=workers.training.get("teacher"),
+        teacher_prompts=teacher_prompts(config),
         scored=config.is_scored,
         recipe=config.recipe,
         kl=config.recipe.kl_controller(),
@@ -224,6 +226,14 @@ def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText |
         one_at_a_time=workers.executor.one_process,
         pretraining=pretraining_stream(config, text),
     )
+
+
+def teacher_prompts(config: OnlineConfig) -> TeacherPrompts | None:
+    """What the teacher is shown in the place of the samples' own prompts; None where that is nothing else."""
+    recipe = config.recipe
+    if not isinstance(recipe, ShowsTeacherMore):
+        return None
+    return TeacherPrompts(policy_tokenizer(config.model), recipe)
 
 
 def fitted_roles(config: OnlineConfig, workers: Workers, trainer: Trainer) -> FittedRoles:

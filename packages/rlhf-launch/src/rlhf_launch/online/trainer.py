@@ -9,13 +9,14 @@ from typing import TypeVar
 
 import torch
 from rlhf_algos import PAIR_SIDE, KLController, LearnsFromPairs, LearnsText, Recipe, mix_pretraining
-from rlhf_core import CapabilityError, Metric, RaggedBatch, StepReport, order_in_groups
+from rlhf_core import CapabilityError, Metric, RaggedBatch, RaggedColumn, StepReport, order_in_groups
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
 from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import rows_of_groups, staleness
 from rlhf_launch.samples.pretraining import PretrainingStream
+from rlhf_launch.samples.teacher_prompts import TaughtRows, TeacherPrompts
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
 from rlhf_launch.workers.episodes import EPISODES
@@ -70,6 +71,8 @@ class Trainer:
     reference_is_policy: bool = False
     """The reference is the policy with its adapters off, on the policy's own ranks."""
     teacher: TrainGroup | None = None
+    teacher_prompts: TeacherPrompts | None = None
+    """What the teacher is shown in the place of the samples' own prompts."""
     recipe: Recipe
     kl: KLController
     plan: UpdatePlan = field(default_factory=UpdatePlan)
@@ -106,7 +109,8 @@ class Trainer:
         batch = trace.batch = rows_of_groups(groups)
         if asked := self.asked_before(step):
             with clock("score"):
-                batch = trace.batch = self.score(batch, asked)
+                taught = None if self.teacher_prompts is None else self.teacher_prompts.taught(groups)
+                batch = trace.batch = self.score(batch, asked, taught)
         kl_coef = trace.kl_coef = self.kl.value
         batch, prepared = self.prepare(batch, kl_coef)
         trace.batch = batch
@@ -161,9 +165,11 @@ class Trainer:
         columns = columns_of_rows([prepared.columns], [range(batch.rows)], batch.rows)
         return batch.with_columns(**columns), dict(prepared.metrics)
 
-    def score(self, batch: RaggedBatch, asked: Mapping[str, tuple[str, ...]]) -> RaggedBatch:
+    def score(
+        self, batch: RaggedBatch, asked: Mapping[str, tuple[str, ...]], taught: TaughtRows | None = None
+    ) -> RaggedBatch:
         """Add what the roles are asked for (see `asked_before`); those with devices of their own work at the same
-        time."""
+        time. With `taught` the teacher reads these rows in the place of the batch's."""
         groups = {
             "policy": self.policy,
             "reference": self.reference,
@@ -174,15 +180,24 @@ class Trainer:
         def begin(role: str) -> Begun[RowColumns]:
             if role == "reference" and self.reference_is_policy:
                 return self.policy.begin_score_rows(batch, asked[role], adapters=False)
-            group = groups[role]
+            group, rows = groups[role], batch
+            if role == "teacher" and taught is not None and taught.rows is not None:
+                rows = taught.rows
             if group is None:
                 raise RuntimeError(f"the run has no {role} to ask for {', '.join(asked[role])}")
-            return group.begin_score_rows(batch, asked[role])
+            return group.begin_score_rows(rows, asked[role])
 
+        asked = dict(asked)
+        if taught is not None and taught.rows is None:
+            del asked["teacher"]
+            batch = batch.with_columns(**taught.columns(None, batch.lengths))
         for role, found in self._together(list(asked), begin).items():
             prefix = {"policy": "old_", "reference": "ref_", "teacher": "teacher_", "critic": ""}[role]
             if missing := set(asked[role]) - set(found):
                 raise RuntimeError(f"the {role} was asked for {', '.join(sorted(missing))} and did not return it")
+            if role == "teacher" and taught is not None:
+                batch = batch.with_columns(**taught.columns(_by_token(found["log_probs"]), batch.lengths))
+                continue
             columns = {f"{prefix}{name}": found[name] for name in asked[role]}
             if "routed_experts" in found:  # routing replay: the update takes the same experts
                 columns["routed_experts"] = found["routed_experts"]
@@ -295,3 +310,9 @@ def _kl_of(before: Mapping[str, float], measured: Mapping[str, float]) -> float:
     policy was not scored before it; NaN (which controllers ignore) without a reference."""
     reference = before.get("reference_kl", measured.get("reference_kl", math.nan))
     return before.get("kl", reference)
+
+
+def _by_token(column: RaggedColumn | torch.Tensor) -> RaggedColumn:
+    if not isinstance(column, RaggedColumn):
+        raise RuntimeError("the teacher did not say the log-prob of each token")
+    return column

@@ -17,7 +17,7 @@ from rlhf_launch.bundles.bundle import Bundle, read_bundle
 from rlhf_launch.bundles.trace import StepTrace
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.metrics import PhaseClock
-from rlhf_launch.online.setup import plan_of
+from rlhf_launch.online.setup import plan_of, teacher_prompts
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.placement.plans import TrainRole, roles_of
 from rlhf_launch.replay.parting import (
@@ -169,6 +169,7 @@ class _Rerun:
             reference=groups.get("reference"),
             reference_is_policy=config.reference_is_policy,
             teacher=groups.get("teacher"),
+            teacher_prompts=teacher_prompts(config),
             scored=config.is_scored,
             recipe=config.recipe,
             kl=config.recipe.kl_controller(),

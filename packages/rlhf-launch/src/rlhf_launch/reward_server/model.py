@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from rlhf_core import Batch, CapabilityError, EngineConfig, RewardError, pad_rows
-
-_NO_LIMIT = 1 << 20
 
 
 class RewardModel:
@@ -48,9 +45,3 @@ class RewardModel:
     def close(self) -> None:
         """Give the model's memory back."""
         self._engine.close()
-
-
-def longest_row(config: Any) -> int:
-    """Tokens of the longest row that a model with this configuration takes."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)

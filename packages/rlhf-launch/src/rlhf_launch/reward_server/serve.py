@@ -8,10 +8,10 @@ from typing import Any
 from rlhf_algos import choose_device, choose_dtype, load_tokenizer
 from rlhf_core import ConfigError, EngineConfig
 
-from rlhf_launch.named_models import find_model, is_reward_model, merged_into
+from rlhf_launch.named_models import find_model, is_reward_model, longest_row, merged_into
 from rlhf_launch.reward_server.app import RewardServer, ServerLimits
 from rlhf_launch.reward_server.batching import BatchedRows, BatchLimits
-from rlhf_launch.reward_server.model import RewardModel, longest_row
+from rlhf_launch.reward_server.model import RewardModel
 from rlhf_launch.reward_server.requests import RowEncoder
 
 
