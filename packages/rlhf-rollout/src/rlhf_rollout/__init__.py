@@ -55,6 +55,12 @@ from rlhf_rollout.rewards.kinds.code import CodeReward, CodeRewardConfig
 from rlhf_rollout.rewards.kinds.environment import EnvironmentReward, EnvironmentRewardConfig
 from rlhf_rollout.rewards.kinds.form import LengthRewardConfig, RegexRewardConfig, format_match, length_match
 from rlhf_rollout.rewards.kinds.function import FunctionRewardConfig
+from rlhf_rollout.rewards.kinds.generative import (
+    GenerativeReward,
+    GenerativeRewardConfig,
+    PairwiseReward,
+    PairwiseRewardConfig,
+)
 from rlhf_rollout.rewards.kinds.http import HTTPReward, HTTPRewardConfig
 from rlhf_rollout.rewards.kinds.judge import JudgeReward, JudgeRewardConfig
 from rlhf_rollout.rewards.kinds.model import ModelReward, ModelRewardConfig
@@ -99,6 +105,8 @@ __all__ = [
     "FuzzyRewardConfig",
     "Gateway",
     "GatewayConfig",
+    "GenerativeReward",
+    "GenerativeRewardConfig",
     "Generator",
     "GymnasiumEnvironment",
     "HTTPReward",
@@ -117,6 +125,8 @@ __all__ = [
     "OpenAIBackend",
     "OpenAIOptions",
     "OpenEnvEnvironment",
+    "PairwiseReward",
+    "PairwiseRewardConfig",
     "ProgramLoop",
     "ProgramTask",
     "PythonReward",

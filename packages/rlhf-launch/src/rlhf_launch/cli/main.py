@@ -29,7 +29,7 @@ from rlhf_launch.evaluation.command import evaluate
 from rlhf_launch.export.command import export
 from rlhf_launch.reward_server.command import serve_rm
 from rlhf_launch.rounds.command import iterate
-from rlhf_launch.scoring.command import score
+from rlhf_launch.scoring.command import judge_rows, score
 from rlhf_launch.selection.command import select
 
 _TINY_CARD = "A random model to try a configuration with, written by `rlhf tiny-model`. It has learnt nothing.\n"
@@ -249,6 +249,7 @@ app.command("eval")(ending_well(evaluate))
 app.command()(ending_well(export))
 app.command()(init)
 app.command()(ending_well(score))
+app.command()(ending_well(judge_rows))
 app.command()(ending_well(select))
 app.command()(ending_well(iterate))
 app.command()(generate)

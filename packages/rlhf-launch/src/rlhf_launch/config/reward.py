@@ -61,7 +61,7 @@ class RewardSection:
 
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
     """Name: {kind: function | http | judge | code | math | exact | fuzzy | regex | length | model | steps |
-    environment, weight: 1.0, on_failure: ..., and what the kind has}."""
+    generative | pairwise | environment, weight: 1.0, on_failure: ..., and what the kind has}."""
     function: str | None = None
     """`module:function`; called with `completions` and `prompts` and the data's other columns."""
     model: str | None = None

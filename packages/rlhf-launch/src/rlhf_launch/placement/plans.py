@@ -100,7 +100,7 @@ def reward_plans(config: WorkerNeeds, backends: ResolvedBackends) -> dict[str, l
     for name, part in (config.reward or RewardSection()).engine_parts().items():
         role = REWARD + name
         placed = config.placement.reward.get(name) or EnginePlacement()
-        engine_config = _engine_config(config, backends, part.path, "reward")
+        engine_config = _engine_config(config, backends, part.path, part.role)
         engine = part.engine or backends.engine
         # Options of the policy's engine mean nothing to another one.
         inherited = config.train.options if engine == backends.engine else {}

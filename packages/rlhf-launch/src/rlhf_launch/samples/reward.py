@@ -137,7 +137,8 @@ def check_reward(
                 check_model_path(part.path, what=f"reward {name!r}")
                 own = _load_tokenizer(name, part, trust_remote_code=trust_remote_code)
                 _check_vocabulary(name, part, tokenizer, own)
-                tokenizers[name] = own
+                part.check(own, name=name)
+                tokenizers[name], needed[name] = own, part.columns
                 continue
             if part.servers:
                 _check_servers(name, part.servers)

@@ -58,3 +58,39 @@ def score(
     mean = "" if report.mean_score is None else f", mean score {report.mean_score:.4f}"
     dropped = f", {report.dropped} without a score" if report.dropped else ""
     typer.echo(f"{report.written} rows written to {loaded.output}: {report.answers} answers{dropped}{mean}")
+
+
+def judge_rows(
+    config: Annotated[
+        list[str],
+        typer.Argument(help="YAML file of the run that the judge is for, settings (key=value), or both."),
+    ],
+    pairs: Annotated[
+        str, typer.Option(help="Rows of prompt, chosen and rejected, or prompt, completion and label.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file to write.")],
+    part: Annotated[
+        str | None, typer.Option(help="Name of the judge among reward.parts, where there are several.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write rows for `rlhf offline sft` that make a judge (reward of the kind generative or pairwise).
+
+    What the judge is asked in them is what the run will ask it.
+    """
+    from rlhf_algos import load_config
+    from rlhf_core import ConfigError
+
+    from rlhf_launch.config.generate import GenerateConfig, ignored_by_generation
+    from rlhf_launch.scoring.judge_rows import judge_rows as write_rows
+
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{str(output)!r} exists; give another name, or write --overwrite")
+    arguments = list(config)
+    path = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
+    given = [f"data.train={json.dumps(pairs)}", f"output={json.dumps(str(output))}"]
+    loaded = load_config(
+        GenerateConfig, path, [*arguments, *given], ignore=ignored_by_generation() | {"rollout", "lengths"}
+    )
+    written = write_rows(loaded, output, part=part)
+    typer.echo(f"wrote {written} rows to {output}; train the judge with `rlhf offline sft`, data.train={output}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlhf_core import DType, RewardFunction
+from rlhf_core import DType, RewardFunction, Role
 
 from rlhf_rollout.rewards.batched_scorer import Scorer
 from rlhf_rollout.rewards.faults import FailureHandling
@@ -39,6 +39,8 @@ class EngineRewardConfig(RewardConfig):
 
     __slots__ = ()
 
+    role: ClassVar[Role] = "reward"
+    """What the model is to its engine: `reward` has a scalar head, `reference` that of a language model."""
     reads_policy_tokens: ClassVar[bool] = False
     """Whether the model reads the tokens that the policy sampled, so that both need the same vocabulary."""
 
@@ -49,11 +51,23 @@ class EngineRewardConfig(RewardConfig):
     dtype: DType | None = None
     """Numbers in which the model runs; None for the policy's."""
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns of the data that it needs."""
+        return frozenset()
+
+    def check(self, tokenizer: Any, *, name: str) -> None:
+        """Refuse the model's own tokenizer before the model is loaded; `name` is that of the part.
+
+        Raises:
+            ConfigError: it does not fit the settings.
+        """
+
     def make(self, engine: Scorer, *, name: str, tokenizer: Any, policy_tokenizer: Any) -> RewardFunction:
         """The reward.
 
         Args:
-            engine: the model's ranks, as one engine in the reward role.
+            engine: the model's ranks, as one engine in the role above.
             name: of the part, for messages.
             tokenizer: the model's own; None where its directory has none and it reads the policy's tokens.
             policy_tokenizer: the tokenizer that made the responses' texts.

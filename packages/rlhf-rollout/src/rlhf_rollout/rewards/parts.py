@@ -7,6 +7,7 @@ from rlhf_rollout.rewards.kinds.code import CodeRewardConfig
 from rlhf_rollout.rewards.kinds.environment import EnvironmentRewardConfig
 from rlhf_rollout.rewards.kinds.form import LengthRewardConfig, RegexRewardConfig
 from rlhf_rollout.rewards.kinds.function import FunctionRewardConfig
+from rlhf_rollout.rewards.kinds.generative import GenerativeRewardConfig, PairwiseRewardConfig
 from rlhf_rollout.rewards.kinds.http import HTTPRewardConfig
 from rlhf_rollout.rewards.kinds.judge import JudgeRewardConfig
 from rlhf_rollout.rewards.kinds.model import ModelRewardConfig
@@ -25,5 +26,7 @@ RewardPart = (
     | EnvironmentRewardConfig
     | ModelRewardConfig
     | StepRewardConfig
+    | GenerativeRewardConfig
+    | PairwiseRewardConfig
 )
 """Configuration of one part of a reward."""

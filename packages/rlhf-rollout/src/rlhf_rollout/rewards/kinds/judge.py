@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhf_core import ConfigError, DataError, RewardError, RewardFunction, Score, Trajectory
+from rlhf_core import ConfigError, RewardError, RewardFunction, Score, Trajectory
 
 from rlhf_rollout.concurrency import gather_or_cancel
 from rlhf_rollout.rewards.endpoints import EndpointConnections, Endpoints, EndpointsConfig
 from rlhf_rollout.rewards.kind import RewardConfig
+from rlhf_rollout.rewards.template import fill, template_columns
 
 TEMPLATE = """\
 You judge how well a response does what was asked.
@@ -25,8 +26,6 @@ You judge how well a response does what was asked.
 Weigh correctness, helpfulness and form in a few sentences. Then, on a line of its own, write
 Rating: N
 where N is a number from 1 (useless) to 10 (perfect)."""
-
-_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +97,12 @@ class JudgeReward:
 
     async def _judge(self, servers: EndpointConnections, trajectory: Trajectory, text: str) -> Score:
         config, names = self._config, (trajectory.sample_id,)
-        messages = [{"role": "user", "content": _fill(config.template, trajectory, text)}]
+        messages = [
+            {
+                "role": "user",
+                "content": fill(config.template, {**trajectory.metadata, "completion": text}, trajectory.sample_id),
+            }
+        ]
         if config.system is not None:
             messages.insert(0, {"role": "system", "content": config.system})
         body = {
@@ -135,27 +139,3 @@ class JudgeReward:
                 sample_ids=(sample_id,),
             )
         return Score(value=(rating - low) / (high - low), components={"rating": rating})
-
-
-def template_columns(template: str) -> frozenset[str]:
-    """Columns of the data that a template names.
-
-    >>> sorted(template_columns("{prompt} {completion} {rubric}, not {} or {0}"))
-    ['prompt', 'rubric']
-    """
-    return frozenset(_FIELD.findall(template)) - {"completion"}
-
-
-def _fill(template: str, trajectory: Trajectory, text: str) -> str:
-    """The template with its fields filled in; braces in the values mean nothing."""
-    values = {**trajectory.metadata, "completion": text}
-
-    def field_of(match: re.Match[str]) -> str:
-        if match.group(1) not in values:
-            raise DataError(
-                f"judge: the template names {{{match.group(1)}}}, which sample {trajectory.sample_id!r} does not "
-                f"have (columns: {', '.join(sorted(values))}); add the column or change the template"
-            )
-        return str(values[match.group(1)])
-
-    return _FIELD.sub(field_of, template)
