@@ -101,6 +101,7 @@ def test_a_policy_learns_what_its_judge_likes(name, judges, settings, make_confi
     ("part", "message"),
     [
         ({**GENERATIVE, "answers": ["yes", "n"]}, "'yes' is 3 tokens"),
+        ({**PAIRWISE, "on_failure": {"then": "drop"}}, "on_failure: {then: stop}"),
         ({**GENERATIVE, "template": "{rubric} {completion}"}, "needs the column 'rubric'"),
     ],
 )

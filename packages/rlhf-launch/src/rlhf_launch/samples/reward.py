@@ -138,6 +138,11 @@ def check_reward(
                 own = _load_tokenizer(name, part, trust_remote_code=trust_remote_code)
                 _check_vocabulary(name, part, tokenizer, own)
                 part.check(own, name=name)
+                if part.compares_samples and (part.on_failure or section.on_failure).then == "drop":
+                    raise ConfigError(
+                        f"reward {name!r} compares the samples of a prompt, and on_failure.then=drop would score "
+                        f"them among fewer; write reward.parts.{name}.on_failure: {{then: stop}}"
+                    )
                 tokenizers[name], needed[name] = own, part.columns
                 continue
             if part.servers:

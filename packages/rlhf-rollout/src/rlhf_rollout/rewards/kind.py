@@ -41,6 +41,8 @@ class EngineRewardConfig(RewardConfig):
 
     role: ClassVar[Role] = "reward"
     """What the model is to its engine: `reward` has a scalar head, `reference` that of a language model."""
+    compares_samples: ClassVar[bool] = False
+    """Whether a sample's score depends on the others of its prompt, so that none of them can be left out."""
     reads_policy_tokens: ClassVar[bool] = False
     """Whether the model reads the tokens that the policy sampled, so that both need the same vocabulary."""
 

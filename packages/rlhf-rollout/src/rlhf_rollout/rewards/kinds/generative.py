@@ -143,6 +143,7 @@ class PairwiseRewardConfig(_AskedModelConfig):
     2306.05685). A lone sample scores 1/2."""
 
     responses: ClassVar[frozenset[str]] = frozenset({"completion_a", "completion_b"})
+    compares_samples: ClassVar[bool] = True
 
     kind: Literal["pairwise"] = "pairwise"
     template: str = PAIRWISE_TEMPLATE
