@@ -30,6 +30,38 @@ def test_math_answer(completion, answer, right):
     assert math_answer(completion, answer) == float(right)
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        # what a policy of 135M parameters found out in twenty steps of GRPO
+        ("To find 39 - 39, we need to perform the inverse", "0", False),
+        ("To find 68 + 59, we need to combine the numbers", "127", False),
+        ("39 - 39 =", "0", False),
+        ("\\boxed{68+59}", "127", False),
+        ("$68 \\times 2$", "136", False),
+        ("(2+3)*4", "20", False),
+        ("84/2", "42", False),
+        ("1/3 + 1/3", "2/3", False),
+        ("$x = 3 + 4$", "7", False),
+        # what is worked out, or needs no more work
+        ("68+59=127", "127", True),
+        ("$x = 7$", "7", True),
+        ("-30", "-30", True),
+        ("1/2", "0.5", True),
+        ("-3/4", "-0.75", True),
+        ("50%", "0.5", True),
+        ("2^10", "1024", True),
+        ("$3 \\cdot 10^6$", "3000000", True),
+        ("$\\sqrt{16}$", "4", True),
+        ("$2+3\\sqrt{2}$", "$2+3\\sqrt{2}$", True),
+        ("68+59", "68+59", True),
+        ("$(3, -4)$", "$(3,-4)$", True),
+    ],
+)
+def test_a_calculation_is_no_answer_where_a_number_was_asked_for(completion, answer, right):
+    assert math_answer(completion, answer) == float(right)
+
+
 def test_a_gold_answer_without_mathematics_is_an_error_in_the_data():
     with pytest.raises(ValueError, match="gold answer"):
         math_answer("72", "")

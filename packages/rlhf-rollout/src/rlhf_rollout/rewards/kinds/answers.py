@@ -86,10 +86,12 @@ def math_answer(completion: str, answer: str, **columns: Any) -> float:
         answer: the gold answer, as text, LaTeX, or a GSM8K solution whose result follows `####`.
         columns: the data's other columns, not used.
 
-    Needs the extra `math`. Comparison is by the math-verify library.
+    Needs the extra `math`. Comparison is by the math-verify library. Where the gold answer is a number, a sum, a
+    product or (of a whole number) a quotient of numbers is no answer, though it is equal: a policy that repeats the
+    question, "To find 68 + 59, we need to ...", has not answered it.
 
-    >>> math_answer("48/2 is 24, so together $\\\\boxed{72}$", "48/2 = 24 ... #### 72")
-    1.0
+    >>> math_answer("48/2 is 24, so together $\\\\boxed{72}$", "48/2 = 24 ... #### 72"), math_answer("48 + 24", "72")
+    (1.0, 0.0)
     """
     gold = _parse_gold(answer)
     if not gold:
@@ -97,6 +99,9 @@ def math_answer(completion: str, answer: str, **columns: Any) -> float:
     verify, parse = _math_verify()
     # No time limits of its own: they are signals, which work in a main thread only. The caller's deadline holds.
     predicted = parse(after_hashes(completion), parsing_timeout=None)
+    if any(_is_number(one) for one in gold):
+        whole = any(getattr(one, "is_integer", False) for one in gold)
+        predicted = [one for one in predicted if not _is_calculation(one, whole=whole)]
     return float(verify(list(gold), predicted, timeout_seconds=None))
 
 
@@ -139,6 +144,33 @@ def _parse_gold(answer: str) -> tuple[Any, ...]:
     text = after_hashes(answer)
     # A bare formula or interval, unlike a bare number, is only recognised between dollar signs.
     return tuple(parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None))
+
+
+def _is_number(parsed: Any) -> bool:
+    return bool(getattr(parsed, "is_Rational", False) or getattr(parsed, "is_Float", False))
+
+
+def _is_calculation(parsed: Any, *, whole: bool) -> bool:
+    """Whether a parsed answer (math-verify does not evaluate it) has a sum or product of numbers to be worked out.
+
+    Args:
+        parsed: an expression, or its text.
+        whole: whether the gold answer is a whole number, which a quotient is not as long as it stands there.
+    """
+    if not hasattr(parsed, "args"):
+        return False
+    if parsed.is_Add and sum(bool(one.is_number and one.is_rational) for one in parsed.args) > 1:
+        return True
+    if parsed.is_Mul:
+        factors = [one for one in parsed.args if _is_number(one) and one not in (1, -1) and not _is_percent(one)]
+        divided = any(one.is_Pow and one.exp == -1 and _is_number(one.base) for one in parsed.args)
+        if len(factors) > 1 or (whole and factors and divided):
+            return True
+    return any(_is_calculation(one, whole=whole) for one in parsed.args)
+
+
+def _is_percent(number: Any) -> bool:
+    return bool(number.is_Rational) and (number.p, number.q) == (1, 100)
 
 
 def check_math_verify() -> None:
