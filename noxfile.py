@@ -66,7 +66,9 @@ def quick(session):
 @nox.session
 def tests(session):
     """The whole suite, real engines included: two files at a time, as one mostly waits for processes to start."""
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "--durations=40", *session.posargs, env=ENVIRONMENT)
+    # The last lines say what failed: neither warnings of other libraries nor skipped tests stand there.
+    closing = ["-rfE", "--disable-warnings", "--durations=10"]
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *closing, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -90,8 +90,10 @@ def math_answer(completion: str, answer: str, **columns: Any) -> float:
     product or (of a whole number) a quotient of numbers is no answer, though it is equal: a policy that repeats the
     question, "To find 68 + 59, we need to ...", has not answered it.
 
-    >>> math_answer("48/2 is 24, so together $\\\\boxed{72}$", "48/2 = 24 ... #### 72"), math_answer("48 + 24", "72")
-    (1.0, 0.0)
+    >>> math_answer("48/2 is 24, so together $\\\\boxed{72}$", "48/2 = 24 ... #### 72")
+    1.0
+    >>> math_answer("48 + 24", "72")
+    0.0
     """
     gold = _parse_gold(answer)
     if not gold:
