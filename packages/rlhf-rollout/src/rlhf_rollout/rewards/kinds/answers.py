@@ -101,8 +101,8 @@ def math_answer(completion: str, answer: str, **columns: Any) -> float:
     verify, parse = _math_verify()
     # No time limits of its own: they are signals, which work in a main thread only. The caller's deadline holds.
     predicted = parse(after_hashes(completion), parsing_timeout=None)
-    if any(_is_number(one) for one in gold):
-        whole = any(getattr(one, "is_integer", False) for one in gold)
+    if any(_is_rational(one) and not _is_calculation(one, whole=False) for one in gold):
+        whole = any(getattr(one, "is_Integer", False) for one in gold)
         predicted = [one for one in predicted if not _is_calculation(one, whole=whole)]
     return float(verify(list(gold), predicted, timeout_seconds=None))
 
@@ -152,6 +152,10 @@ def _is_number(parsed: Any) -> bool:
     return bool(getattr(parsed, "is_Rational", False) or getattr(parsed, "is_Float", False))
 
 
+def _is_rational(parsed: Any) -> bool:
+    return bool(getattr(parsed, "is_number", False) and (parsed.is_rational or parsed.is_Float))
+
+
 def _is_calculation(parsed: Any, *, whole: bool) -> bool:
     """Whether a parsed answer (math-verify does not evaluate it) has a sum or product of numbers to be worked out.
 
@@ -161,7 +165,7 @@ def _is_calculation(parsed: Any, *, whole: bool) -> bool:
     """
     if not hasattr(parsed, "args"):
         return False
-    if parsed.is_Add and sum(bool(one.is_number and one.is_rational) for one in parsed.args) > 1:
+    if parsed.is_Add and sum(_is_rational(one) for one in parsed.args) > 1:
         return True
     if parsed.is_Mul:
         factors = [one for one in parsed.args if _is_number(one) and one not in (1, -1) and not _is_percent(one)]
