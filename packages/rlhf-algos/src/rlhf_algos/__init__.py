@@ -77,6 +77,8 @@ from rlhf_algos.config.sections import (
 from rlhf_algos.data.conversations import check_messages, in_our_form, with_system_prompt
 from rlhf_algos.data.encoding import Encoder, EncodingOptions, TokenRow, load_encoder, load_tokenizer, processor_of
 from rlhf_algos.data.examples import Encode, EncodingReport, Example, collate_examples, encode_rows
+from rlhf_algos.data.image_encoding import ImagePrompt, ShownImages
+from rlhf_algos.data.images import IMAGE_COLUMNS
 from rlhf_algos.data.lengths import LengthSection
 from rlhf_algos.data.readers import (
     preference_examples,
@@ -281,6 +283,7 @@ __all__ = [
     "ADVANTAGES",
     "EPISODE_SHARE",
     "GRPO",
+    "IMAGE_COLUMNS",
     "LORA_RATE_FACTOR",
     "METHODS",
     "NAMED_RECIPES",
@@ -341,6 +344,7 @@ __all__ = [
     "GiGPOAdvantagesConfig",
     "GroupConfig",
     "GroupStatistics",
+    "ImagePrompt",
     "KLController",
     "KLCovConfig",
     "KLEstimator",
@@ -412,6 +416,7 @@ __all__ = [
     "SelectionReport",
     "SelectionRule",
     "SelfDistillation",
+    "ShownImages",
     "ShowsTeacherMore",
     "SimPOConfig",
     "Start",

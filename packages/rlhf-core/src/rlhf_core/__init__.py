@@ -30,7 +30,7 @@ from rlhf_core.checks import check_choice, check_number, check_switch, check_who
 from rlhf_core.damage import damage_error, find_damage, naming_damage
 from rlhf_core.data.batch import RUN_TOGETHER, Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
-from rlhf_core.data.images import RowImages
+from rlhf_core.data.images import LoadsImages, RowImages
 from rlhf_core.data.packed import (
     FlagsLike,
     FloatsLike,
@@ -256,6 +256,7 @@ __all__ = [
     "LinearHead",
     "Link",
     "LoadWeights",
+    "LoadsImages",
     "LogProbMeaning",
     "LoraConfig",
     "Loss",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PORT = 6390
+_ATTEMPTS = 3
 _APART = ("unshare", "--mount-proc", "--pid", "--fork", "--kill-child")
 
 
@@ -52,7 +53,7 @@ class Host:
 
     def run(self, *arguments: str) -> None:
         done = subprocess.run(
-            self.command(*arguments), env=os.environ | self.env, capture_output=True, text=True, timeout=120
+            self.command(*arguments), env=os.environ | self.env, capture_output=True, text=True, timeout=240
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -62,7 +63,7 @@ class Host:
         command = self.command(*arguments)
         with log.open("w") as output:
             self._begun = subprocess.Popen(command, env=os.environ | self.env, stdout=output, stderr=output)
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while sign not in log.read_text():
             if self._begun.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{' '.join(arguments)}: {log.read_text()[-4000:]}")
@@ -130,11 +131,19 @@ def two_hosts(folder: Path, env: dict[str, str], cpus: tuple[int, int]) -> Itera
             start = [ray, "start", *role, f"--node-ip-address={host.address}", f"--num-cpus={count}"]
             start += [f"--temp-dir={folder}/{host.namespace[-1]}", "--object-store-memory=100000000"]
             own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-            if host is first:
-                host.run("unshare", "--mount", "sh", "-c", own_memory, "sh", *start)
-            else:  # its first process must live on, or all others end with it
-                arguments = [*_APART, "sh", "-c", own_memory, "sh", *start, "--block"]
-                host.begin(*arguments, log=folder / "second.log", sign="Ray runtime started")
+            for attempt in range(_ATTEMPTS):
+                try:
+                    if host is first:
+                        host.run("unshare", "--mount", "sh", "-c", own_memory, "sh", *start)
+                    else:  # its first process must live on, or all others end with it
+                        arguments = [*_APART, "sh", "-c", own_memory, "sh", *start, "--block"]
+                        host.begin(*arguments, log=folder / "second.log", sign="Ray runtime started")
+                    break
+                except RuntimeError as error:
+                    # Ray gives its own processes half a minute, which on a busy machine is too little.
+                    if "timed out during startup" not in str(error) or attempt == _ATTEMPTS - 1:
+                        raise
+                    host.kill()
         yield first, second
     finally:
         for host in hosts:

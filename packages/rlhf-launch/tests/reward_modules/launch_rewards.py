@@ -86,3 +86,8 @@ def begins_with(completions, *, answer, **columns):
 def nothing(completions, **columns):
     """Every sample scores alike."""
     return [0.0] * len(completions)
+
+
+def share_of_colour(completion, colour):
+    """How much of a response is the letter of the picture's colour."""
+    return completion.count(colour) / 4

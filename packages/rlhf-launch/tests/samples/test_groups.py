@@ -69,7 +69,7 @@ def test_rewards_of_single_turns_reach_the_batch():
 
 
 def test_samples_with_images_cannot_be_trained_on():
-    with pytest.raises(CapabilityError, match=r"sample 'a0' has 1 image\(s\).*read token ids only"):
+    with pytest.raises(CapabilityError, match=r"sample 'a0' has 1 image\(s\) from its environment"):
         collate_groups([group("a", 1.0, images=(object(),))])
 
 

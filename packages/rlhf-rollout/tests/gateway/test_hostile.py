@@ -111,7 +111,7 @@ def test_what_cannot_be_answered_is_refused_with_what_is_wrong(post, body, part)
         ("logit_bias", {"5": 1}),
         ("guided_json", {"type": "object"}),
         ("structured_outputs", {"json": {}}),
-        ("response_format", {"type": "json_object"}),
+        ("output_config", {"effort": "high"}),
         ("bad_words", ["no"]),
         ("ignore_eos", True),
         ("top_logprobs", 5),
@@ -126,6 +126,38 @@ def test_what_is_not_honoured_is_refused_by_name(post, name, value):
     answer = post(chat(**{name: value}))
     assert answer.status_code == 400
     assert f"`{name}` is not supported" in answer.json()["error"]["message"]
+
+
+def deep(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ("json_object", "`response_format` can be"),
+        ({"type": "json_schema"}, "`response_format` can be"),
+        ({"type": "json_schema", "json_schema": {"schema": 3}}, "`response_format` can be"),
+        ({"type": "grammar", "grammar": "root ::= x"}, "`response_format` can be"),
+        # what an engine would compile for minutes, or to gigabytes
+        ({"type": "string", "pattern": "(a{1,9999}){1,9999}"}, "`response_format`: a schema takes no pattern"),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}, "takes no maxItems"),
+        (deep(40), "32 levels"),
+        (deep(300), "more than 64 deep"),
+        ({"enum": ["x" * 100] * 300}, "16384 characters"),
+        ({"type": "colour"}, "there is no type 'colour'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_form_of_answers_that_an_engine_could_choke_on_is_refused(post, form, part):
+    if isinstance(form, dict) and "json_schema" not in (form.get("type"), *form) and form.get("type") != "grammar":
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": form}}
+    answer = post(chat(response_format=form))
+    assert answer.status_code == 400, answer.text
+    assert part in answer.json()["error"]["message"]
 
 
 def test_what_is_the_case_anyway_may_be_written(post):

@@ -11,8 +11,9 @@ import jinja2
 from rlhf_core import CapabilityError, DataError, RowImages, image_row
 
 from rlhf_algos.data.conversations import with_system_prompt
-from rlhf_algos.data.encoding import Encoder, Messages, Text, TokenRow
-from rlhf_algos.data.images import StoredImage
+from rlhf_algos.data.encoding import Encoder, EncodingOptions, Messages, Text, TokenRow
+from rlhf_algos.data.images import StoredImage, row_images
+from rlhf_algos.data.sources import Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,7 +37,15 @@ class ShownImages:
             DataError: an image has changed since the data was read.
         """
         marks = self.processor.image_token * len(self.images)
-        return image_row(self.processor, marks, [image.open() for image in self.images])[1]
+        return image_row(self.processor, marks, self.open())[1]
+
+    def open(self) -> list[Any]:
+        """The images themselves, of PIL.
+
+        Raises:
+            DataError: an image has changed since the data was read.
+        """
+        return [image.open() for image in self.images]
 
     @property
     def digest(self) -> str:
@@ -45,6 +54,56 @@ class ShownImages:
         for image in self.images:
             made.update(image.digest.encode())
         return made.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ImagePrompt:
+    """A prompt with images, for a model that is to answer it."""
+
+    text: str
+    """With the processor's token for an image once for each."""
+    token_ids: tuple[int, ...]
+    """As the model runs them: each image has as many as it takes."""
+    request_token_ids: tuple[int, ...]
+    """As an engine that expands the places of images itself is given them: one for each image."""
+    images: ShownImages
+
+    @classmethod
+    def of(
+        cls, row: Row, prompt: Text, tokenizer: Any, processor: Any, options: EncodingOptions
+    ) -> ImagePrompt | None:
+        """The prompt of a row; None if the row has no images.
+
+        Args:
+            row: of a dataset.
+            prompt: its prompt, text or messages.
+            tokenizer: the model's.
+            processor: the model's, see `processor_of`; None if it has none.
+            options: how prompts are put together, and whether images are fetched.
+
+        Raises:
+            DataError: an image that cannot be had, another number of places for images in the text, or images for
+                a model that takes none.
+        """
+        encoder = encoder_of(row, Encoder(tokenizer, options, processor=processor))
+        return encoder.image_prompt(prompt) if isinstance(encoder, RowEncoder) else None
+
+
+def encoder_of(row: Row, encoder: Encoder) -> Encoder:
+    """What encodes a row: the encoder itself, or for a row with images one that knows these.
+
+    Raises:
+        DataError: an image that cannot be had, or images for a model that takes none.
+    """
+    images = row_images(row, urls=encoder.options.image_urls)
+    if not images:
+        return encoder
+    if encoder.processor is None:
+        raise DataError(
+            f"{row.place} has images, and the model has no processor that takes any; give a vision-language model "
+            "with its processor's files, or write only: [...] beside the data's path without the column"
+        )
+    return RowEncoder(encoder, encoder.processor, images, row.place)
 
 
 class RowEncoder(Encoder):
@@ -71,15 +130,40 @@ class RowEncoder(Encoder):
         """See Encoder."""
         return self._with_images(super().whole_text(text))
 
-    def _with_images(self, row: TokenRow) -> TokenRow:
+    def image_prompt(self, prompt: Text) -> ImagePrompt:
+        """The prompt up to where the answer starts.
+
+        Raises:
+            DataError: another number of places for images in the text than there are images.
+        """
+        prompt = self._as_messages(prompt, "user")
+        plain = isinstance(prompt, str)
+        if isinstance(prompt, str):
+            text = self._fill(prompt)
+        else:
+            messages = with_system_prompt(prompt, self.options.system_prompt)
+            text, _ = self._render(messages, False, add_generation_prompt=True)
+        tokens = tuple(self._tokens(text, add_special_tokens=plain))
+        return ImagePrompt(
+            text=text,
+            token_ids=tokens,
+            request_token_ids=tuple(self.tokenizer(text, add_special_tokens=plain)["input_ids"]),
+            images=self._all_shown(tokens),
+        )
+
+    def _all_shown(self, token_ids: Sequence[int]) -> ShownImages:
         # The places of all images were expanded in some text of the row; whether in this one, its tokens say.
         shown = self._shown
-        if shown is None or sum(token in shown.token_ids for token in row.token_ids) != self._places:
+        if shown is None or sum(token in shown.token_ids for token in token_ids) != self._places:
             raise DataError(
                 f"{self._place}: {len(self._stored)} image(s), and not as many places for them in the text; put "
                 f'{{"type": "image"}} into the content of a message for each, or '
                 f"{self.processor.image_token!r} into plain text; every answer of a pair sees all images"
             )
+        return shown
+
+    def _with_images(self, row: TokenRow) -> TokenRow:
+        shown = self._all_shown(row.token_ids)
         counts = zip(row.token_ids, row.response_mask, strict=True)
         mask = tuple(counted and token not in shown.token_ids for token, counted in counts)
         if not any(mask):

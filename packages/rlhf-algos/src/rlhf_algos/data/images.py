@@ -16,7 +16,7 @@ from rlhf_core import ConfigError, DataError
 
 from rlhf_algos.data.sources import Row
 
-COLUMNS = ("images", "image")
+IMAGE_COLUMNS = ("images", "image")
 """A list of images, or one."""
 MAX_PIXELS = 64_000_000
 """Of an image: larger ones are refused before they are decoded, as a small file can hold a very large image."""
@@ -61,11 +61,11 @@ def row_images(row: Row, *, urls: bool = False) -> list[StoredImage]:
     Raises:
         DataError: an image that is not there, may not be read or cannot be decoded; names the row.
     """
-    given = [name for name in COLUMNS if row.values.get(name) not in (None, "", [], ())]
+    given = [name for name in IMAGE_COLUMNS if row.values.get(name) not in (None, "", [], ())]
     if not given:
         return []
     if len(given) > 1:
-        raise DataError(f"{row.place} has both {COLUMNS[0]!r} and {COLUMNS[1]!r}; keep one of them")
+        raise DataError(f"{row.place} has both {IMAGE_COLUMNS[0]!r} and {IMAGE_COLUMNS[1]!r}; keep one of them")
     value = row[given[0]]
     listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     found: list[StoredImage] = []

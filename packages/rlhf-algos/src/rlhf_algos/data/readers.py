@@ -14,27 +14,10 @@ from rlhf_core import DataError
 
 from rlhf_algos.data.encoding import Encoder, Text, TokenRow, is_conversation, problem_of_text
 from rlhf_algos.data.examples import Example
-from rlhf_algos.data.image_encoding import RowEncoder
+from rlhf_algos.data.image_encoding import encoder_of
 from rlhf_algos.data.images import row_images
 from rlhf_algos.data.sampled import better_sample, lone_sample, sampled_rows
 from rlhf_algos.data.sources import Row
-
-
-def encoder_of(row: Row, encoder: Encoder) -> Encoder:
-    """What encodes a row: the encoder itself, or for a row with images one that knows these.
-
-    Raises:
-        DataError: an image that cannot be had, or images for a model that takes none.
-    """
-    images = row_images(row, urls=encoder.options.image_urls)
-    if not images:
-        return encoder
-    if encoder.processor is None:
-        raise DataError(
-            f"{row.place} has images, and the model has no processor that takes any; give a vision-language model "
-            "with its processor's files, or write only: [...] beside the data's path without the column"
-        )
-    return RowEncoder(encoder, encoder.processor, images, row.place)
 
 
 def preference_examples(row: Row, encoder: Encoder) -> list[Example]:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf_core.data.images import RowImages
+from rlhf_core.data.images import RowImages, loaded_images
 from rlhf_core.data.pickled import reduced
 from rlhf_core.data.trajectory import Trajectory
 
@@ -208,6 +208,7 @@ def collate(
         columns=columns,
         temperature=temperature,
         sample_ids=tuple(t.sample_id for t in items),
+        images=loaded_images(t.shown for t in items),
     )
 
 
@@ -248,14 +249,15 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         response_mask=joined([batch.response_mask for batch in batches]),
         columns={name: joined([batch[name] for batch in batches]) for name in first.columns},
         sample_ids=tuple(name for part in names for name in part) if all(names) else (),
-        images=_joined_row_images(batches),
+        images=all_images([(batch.images, batch.rows) for batch in batches]),
     )
 
 
-def _joined_row_images(batches: Sequence[Batch]) -> tuple[RowImages | None, ...]:
-    if not any(batch.images for batch in batches):
+def all_images(batches: Sequence[tuple[tuple[RowImages | None, ...], int]]) -> tuple[RowImages | None, ...]:
+    """The images of the rows of several batches, of which these are the images and the number of rows."""
+    if not any(images for images, _ in batches):
         return ()
-    return tuple(one for batch in batches for one in batch.images or (None,) * batch.rows)
+    return tuple(one for images, rows in batches for one in images or (None,) * rows)
 
 
 def masked_sum(

@@ -30,7 +30,8 @@ class GenerationRequest:
     seed: int | None = None
     """Sample i is drawn with seed + i, so give requests seeds at least `n` apart; None is unseeded."""
     images: tuple[Any, ...] = ()
-    """Images in the order of their placeholders in the prompt; needs a backend with the `images` capability."""
+    """Images in the order of their placeholders in the prompt, one for each: the backend puts as many tokens there
+    as the image takes. Needs a backend with the `images` capability."""
 
     if TYPE_CHECKING:
 
@@ -124,3 +125,6 @@ class GenerationResult:
     request_id: str
     samples: tuple[Sample, ...]
     meaning: LogProbMeaning = field(default_factory=LogProbMeaning)
+    prompt_token_ids: PackedInts | None = None
+    """The prompt as the model ran it, where the request has images: each placeholder as many tokens as its image
+    takes. A trainer compares them with its own."""

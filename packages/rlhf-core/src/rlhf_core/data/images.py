@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,25 @@ class RowImages:
             (name, one.dtype, *one.shape[:joined], *one.shape[joined + 1 :]) for name, one in self.tensors.items()
         ]
         return self.row_dimension, *sorted(shapes, key=str)
+
+
+class LoadsImages(Protocol):
+    """The images of a row as they are stored: what the model is shown of them is made when their batch is."""
+
+    def load(self) -> RowImages:
+        """What the model is given.
+
+        Raises:
+            DataError: an image is not what it was when the data was read.
+        """
+        ...
+
+
+def loaded_images(rows: Iterable[LoadsImages | None]) -> tuple[RowImages | None, ...]:
+    """What the model is shown of each row, loaded once for all rows of one source; empty if no row has any."""
+    sources = list(rows)
+    loaded = {id(one): one.load() for one in {id(one): one for one in sources if one is not None}.values()}
+    return tuple(loaded.get(id(one)) for one in sources) if loaded else ()
 
 
 def joined_images(rows: Sequence[RowImages]) -> dict[str, Tensor]:

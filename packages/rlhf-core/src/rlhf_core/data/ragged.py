@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_core.data.batch import Batch, images_of
-from rlhf_core.data.images import RowImages
+from rlhf_core.data.batch import Batch, all_images, images_of
+from rlhf_core.data.images import RowImages, loaded_images
 from rlhf_core.data.packed import Packed, Part, Run, fill, length_of, memory_of, runs_of, whole_of
 from rlhf_core.data.pickled import reduced
 from rlhf_core.data.trajectory import Trajectory
@@ -216,6 +216,7 @@ class RaggedBatch:
             per_token=per_token,
             temperature=temperatures.pop(),
             sample_ids=tuple(item.sample_id for item in items),
+            images=loaded_images(item.shown for item in items),
         )
 
     def __post_init__(self) -> None:
@@ -328,7 +329,12 @@ class RaggedBatch:
             },
             per_row=per_row,
             sample_ids=(*self.sample_ids, *other.sample_ids) if self.sample_ids and other.sample_ids else (),
+            images=all_images([(self.images, self.rows), (other.images, other.rows)]),
         )
+
+    def of_text(self) -> RaggedBatch:
+        """The batch without its images, for work that no model does."""
+        return replace(self, images=()) if self.images else self
 
     def only(self, per_token: Iterable[str]) -> RaggedBatch:
         """The batch with these columns per token alone, and `token_ids` and `response_mask`."""

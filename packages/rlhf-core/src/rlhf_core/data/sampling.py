@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from rlhf_core.checks import check_number, check_whole
@@ -40,6 +41,9 @@ class SamplingConfig:
     """Taken off the logit of a token for each time that the sample already has it; 0 switches it off."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a sample; the stop token stays in the sample with its log-prob."""
+    json_schema: str = ""
+    """A JSON Schema, as text: a sample is JSON that fits it, as far as it comes, and tokens that would break it are
+    out. Needs a backend with the `json_schema` capability; which keywords it knows is its own affair."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample, with the token that completes one; needs a backend with the `stop_strings`
     capability. They are looked for in the text of the sampled tokens, behind the first `min_tokens`."""
@@ -58,6 +62,8 @@ class SamplingConfig:
         check_number("sampling: repetition_penalty", self.repetition_penalty, above=0)
         check_number("sampling: presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
         check_number("sampling: frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
+        if self.json_schema:
+            _check_schema(self.json_schema)
         if "" in self.stop:
             raise ConfigError("sampling: stop has an empty string, which every text contains; leave it out")
 
@@ -74,12 +80,14 @@ class SamplingConfig:
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
+            constrained=bool(self.json_schema),
         )
 
     @property
     def counts_sampled(self) -> bool:
-        """True if penalties tell sampled tokens from the prompt's: no further request can continue a sample."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        """True if penalties or a schema tell sampled tokens from the prompt's: no further request can continue a
+        sample."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or bool(self.json_schema)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +113,8 @@ class LogProbMeaning:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """The penalties count each sampled turn anew; see SamplingConfig."""
+    constrained: bool = False
+    """Tokens that break a JSON Schema had probability zero; before the other cuts."""
 
     def __post_init__(self) -> None:
         check_number("log-probs: temperature", self.temperature, above=0)
@@ -129,4 +139,13 @@ class LogProbMeaning:
     @property
     def plain(self) -> bool:
         """True if it is softmax(logits / temperature), the distribution that trainers compute and train."""
-        return not (self.truncated or self.penalised or self.min_tokens)
+        return not (self.truncated or self.penalised or self.min_tokens or self.constrained)
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"sampling: json_schema is no JSON: {error}; write the schema itself, as text") from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f"sampling: json_schema must be a JSON object, got {text[:80]!r}")

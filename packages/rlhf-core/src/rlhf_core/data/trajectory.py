@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_core.data.images import LoadsImages
 from rlhf_core.data.packed import (
     FlagsLike,
     FloatsLike,
@@ -61,7 +62,11 @@ class Trajectory:
     """Trajectories of one episode, the branches of its conversations, share it and have one score; the sample's own
     id if it is not given."""
     images: tuple[Any, ...] = ()
-    """Images of the prompt and of environment messages, in the order of their placeholders in `token_ids`."""
+    """Images of the prompt and of environment messages, in the order of their placeholders in `token_ids`, one for
+    each: no training engine takes such a row."""
+    shown: LoadsImages | None = None
+    """What a training engine is shown with `token_ids`, in which the places of the images are as long as the model
+    runs them."""
 
     if TYPE_CHECKING:
 
@@ -80,6 +85,7 @@ class Trajectory:
             rewards: FloatsLike = (),
             episode_id: str = "",
             images: Sequence[Any] = (),
+            shown: LoadsImages | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -100,6 +100,8 @@ class BackendCapabilities:
     """top_p, top_k and min_p."""
     penalties: bool = False
     """repetition_penalty, presence_penalty and frequency_penalty."""
+    json_schema: bool = False
+    """Samples may be kept to a JSON Schema."""
     images: bool = False
     """Requests may carry images."""
     partial_sync: PartialSync = "none"

@@ -125,6 +125,8 @@ def _gemma(family: str, hidden_size: int) -> tuple[Any, Any]:
     import transformers as t
 
     tokenizer = _tokenizer(_GEMMA_TOKENS, _GEMMA_TOKENS["boi_token"])
+    # Gemma's tokenizer has lines' ends as tokens of their own, among which vLLM looks for those around an image.
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
     # As attributes of the tokenizer, and in what it writes down.
     tokenizer = _with_attributes(tokenizer, _GEMMA_TOKENS)
     text = _text(

@@ -72,6 +72,8 @@ class Bundle:
     sample_ids: Sequence[str] = ()
     scored: bool = False
     """Whether the step came so far that there is a batch."""
+    images: bool = False
+    """Whether its prompts had images, which a bundle does not hold: the step cannot be taken again."""
 
     def config(self, overrides: Sequence[str] = ()) -> OnlineConfig:
         """The run's settings with every `auto` resolved, and `dotted.key=value` on top.
@@ -162,6 +164,8 @@ def write_bundle(folder: Path, trace: StepTrace, why: WhyKept, config: OnlineCon
         "sample_ids": () if batch is None else batch.sample_ids,
         "scored": batch is not None,
     }
+    if any(one.shown is not None for group in trace.groups for one in group.trajectories):
+        story["images"] = True
     (folder / STORY).write_text(json.dumps(story, indent=1) + "\n", encoding="utf-8")
     (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
     save_file(pack_groups([_savable(group) for group in trace.groups]), folder / GROUPS)
@@ -180,10 +184,12 @@ def _hint(path: Path) -> str:
 
 
 def _savable(group: ScoredGroup) -> ScoredGroup:
-    """The group without what a file cannot hold: no training reads images or metadata."""
+    """The group without what a file cannot hold: images (see `Bundle.images`), and metadata, which no training
+    reads."""
     if can_be_saved(group):
         return group
-    return replace(group, trajectories=tuple(replace(one, images=(), metadata={}) for one in group.trajectories))
+    bare = tuple(replace(one, images=(), shown=None, metadata={}) for one in group.trajectories)
+    return replace(group, trajectories=bare)
 
 
 def _plain_report(report: StepReport) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_algos import ShowsTeacherMore, check_same_vocabulary
-from rlhf_core import ConfigError, SamplingConfig, check_model_path, check_transport
+from rlhf_algos import ShowsTeacherMore, check_same_vocabulary, processor_of
+from rlhf_core import ConfigError, DataError, SamplingConfig, check_model_path, check_transport
 from rlhf_rollout import ChatTokens, check_agent
 
+from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import HELD_OUT, EvaluationSet, OnlineConfig
 from rlhf_launch.named_models import longest_row
 from rlhf_launch.online.evaluation import HeldOut
@@ -17,7 +18,14 @@ from rlhf_launch.placement.plans import check_engines
 from rlhf_launch.placement.resolve import ResolvedBackends, resolve_backends
 from rlhf_launch.samples.curriculum import difficulties
 from rlhf_launch.samples.pretraining import PretrainingText, load_pretraining
-from rlhf_launch.samples.prompts import Prompt, PromptFormat, PromptSets, load_prompts, policy_tokenizer
+from rlhf_launch.samples.prompts import (
+    Prompt,
+    PromptFormat,
+    PromptSets,
+    ShownPrompt,
+    load_prompts,
+    policy_tokenizer,
+)
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 from rlhf_launch.samples.sampling import gateway_class
 from rlhf_launch.samples.teacher_prompts import with_teacher_prompts
@@ -36,6 +44,11 @@ class Inputs:
     reward: CheckedReward
     pretraining: PretrainingText | None = None
     """What `data.pretrain` names."""
+
+    @property
+    def image_token_ids(self) -> frozenset[int]:
+        """Tokens that stand for images in prompts; none where no prompt has any."""
+        return frozenset(token for one in _shown(self.prompts, self.held_out) for token in one.images.token_ids)
 
 
 def check_inputs(config: OnlineConfig) -> Inputs:
@@ -76,6 +89,9 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     reward = check_reward(config.reward, tokenizer, environment=agent, trust_remote_code=trusted)
     try:
         prompts, held_out, dropped = _prompts(config, tokenizer)
+        if _shown(prompts, held_out):
+            backends = replace(backends, images=True)
+            _check_images(config, backends, prompts, held_out)
         pretraining = load_pretraining(config.data, tokenizer, config.lengths, max_length=config.max_length)
         reward.check_columns(prompts.prompts, config.data.description, environment=agent)
         for name, found in held_out.items():
@@ -96,7 +112,9 @@ def check_inputs(config: OnlineConfig) -> Inputs:
 
 def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str, HeldOut], int]:
     """Training prompts, held-out sets by name, and how many prompts of all were dropped for their length."""
-    data, form = config.data, PromptFormat.of(config.data, config.lengths)
+    data, model = config.data, config.model
+    processor = processor_of(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+    form = replace(PromptFormat.of(data, config.lengths), processor=processor)
     train = load_prompts(data.train, tokenizer, form, hold_out=data.held_out_rows, seed=config.seed)
     if len(train.prompts) < config.train.prompts_per_step:
         raise ConfigError(
@@ -118,6 +136,41 @@ def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str
         held_out[name] = _held_out(more.prompts, section, sampling)
         dropped += more.dropped
     return train, held_out, dropped
+
+
+def _shown(train: PromptSets, held_out: Mapping[str, HeldOut]) -> list[ShownPrompt]:
+    """The images of all prompts that have some."""
+    sets = (train.prompts, train.held_out, *(one.prompts for one in held_out.values()))
+    return [prompt.shown for prompts in sets for prompt in prompts if prompt.shown is not None]
+
+
+def _check_images(
+    config: OnlineConfig, backends: ResolvedBackends, train: PromptSets, held_out: Mapping[str, HeldOut]
+) -> None:
+    """Refuse prompts with images where a part of the run would not see them, or they cannot run together."""
+    if config.rollout.agent is not None:
+        raise ConfigError(
+            "rollout.agent: prompts with images are answered at once here, not in episodes; leave the agent out, "
+            "or the column of images"
+        )
+    if blind := sorted((config.reward or RewardSection()).engine_parts()):
+        raise ConfigError(
+            f"reward.{blind[0]}: a model that scores responses is shown no images, and the prompts have some; give "
+            "a reward that reads the response and the row's columns (function, math, rules, http, ...)"
+        )
+    if isinstance(config.recipe, ShowsTeacherMore):
+        raise ConfigError(
+            "algorithm: what a teacher is shown more is text, and the prompts have images; distil from a teacher "
+            "that sees the prompts as they are (on_policy_distillation with model.teacher)"
+        )
+    check_engines(config, backends)  # refuses roles and settings that do not go with images
+    first, *others = (one.images for one in _shown(train, held_out))
+    for other in others:
+        if other.layout != first.layout:
+            raise DataError(
+                f"{other.images[0].place}: it does not fit {first.images[0].place}: the processor makes "
+                f"{other.layout} of one, and {first.layout} of the other; resize them alike"
+            )
 
 
 def _shown_to_teacher(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -75,6 +75,11 @@ def open_run(
         stack.callback(inputs.reward.close)
         workers = stack.enter_context(_start(config, inputs, reporter, waits))
         pool = workers.pool
+        if inputs.backends.images and not pool.takes_images:
+            raise ConfigError(
+                f"prompts have images, and the rollout backend {inputs.backends.backend} with this model takes "
+                "none; use rollout.backend: vllm with a vision-language model, or leave the column out"
+            )
         options = config.weight_sync
         policy, transports = workers.training["policy"], workers.executor.transports
         sync = WeightSync(policy, pool, transports=transports, options=options)
@@ -89,7 +94,7 @@ def open_run(
         stack.callback(replacement.stop)
         reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
         stack.enter_context(spared_collector())
-        make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer), stack)
+        make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer), stack, inputs.image_token_ids)
         prompts = prompt_stream(config, inputs)
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
@@ -255,12 +260,20 @@ def plan_of(config: OnlineConfig) -> UpdatePlan:
     )
 
 
-def group_makers(config: OnlineConfig, pool: RolloutPool, rewarder: Rewarder, stack: ExitStack) -> MakeGroups:
+def group_makers(
+    config: OnlineConfig,
+    pool: RolloutPool,
+    rewarder: Rewarder,
+    stack: ExitStack,
+    image_token_ids: Collection[int] = (),
+) -> MakeGroups:
     """What gives, for any settings of sampling, what makes scored groups: single responses or episodes.
 
     What episodes need, a gateway or processes, is closed with the stack.
     """
-    sampler: Callable[[SamplingConfig], GroupSampler] = partial(response_sampler, pool, seed=config.request_seed)
+    sampler: Callable[[SamplingConfig], GroupSampler] = partial(
+        response_sampler, pool, seed=config.request_seed, image_token_ids=image_token_ids
+    )
     if config.rollout.agent is not None:
         sampler = _episode_samplers(config, config.rollout.agent, pool, rewarder.tokenizer, stack)
 

@@ -56,6 +56,7 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Train
         # A role with ranks of its own shares rows as the policy does where its ranks can be grouped so.
         sequence_parallel_size=shared_rows if ranks % shared_rows == 0 else 1,
         routing_replay=config.train.routing_replay and role == "policy",
+        images=backends.images,
         options={**config.train.options, **own},
     )
     can = load_plugin(TRAIN_ENGINES, backends.engine).capabilities(engine_config)

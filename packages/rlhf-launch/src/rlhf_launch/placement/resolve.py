@@ -30,6 +30,8 @@ class ResolvedBackends:
     device: Literal["cpu", "cuda"]
     dtype: DType
     reasons: tuple[str, ...]
+    images: bool = False
+    """Whether prompts have images, so that the training engines must see them."""
 
 
 class WorkerNeeds(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rlhf_core import Batch, RaggedBatch, check_model_path
+from rlhf_core import Batch, DataError, RaggedBatch, check_model_path
 
 from rlhf_launch.bundles.bundle import Bundle, read_bundle
 from rlhf_launch.bundles.trace import StepTrace
@@ -84,6 +84,11 @@ class _Rerun:
     def __init__(
         self, bundle: Bundle, overrides: Sequence[str], start: StartingWeights, tolerance: float | None
     ) -> None:
+        if bundle.images:
+            raise DataError(
+                f"the bundle {str(bundle.path)!r} is of a step whose prompts had images, which a bundle does not "
+                "hold, so that the step cannot be taken again; its numbers are there to be read"
+            )
         self.bundle, self.start = bundle, start
         self.then = bundle.config()
         self.notes: list[str] = []

@@ -133,16 +133,16 @@ def rows_of_groups(groups: Sequence[ScoredGroup]) -> RaggedBatch:
     [rows] where the groups have them, and `score/<part>` [rows] for every part that all scores name.
 
     Raises:
-        CapabilityError: a sample has images, which the training engines cannot see.
+        CapabilityError: a sample has images of an environment, which the training engines cannot see.
         ValueError: there is no sample.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for trajectory in trajectories:
         if trajectory.images:
             raise CapabilityError(
-                f"sample {trajectory.sample_id!r} has {len(trajectory.images)} image(s), from its prompt or its "
-                "environment. The training engines read token ids only, so its log-probs would be computed "
-                "without them; train on text, or use such environments for generation alone"
+                f"sample {trajectory.sample_id!r} has {len(trajectory.images)} image(s) from its environment, of "
+                "which nothing makes what a training engine is shown, so its log-probs would be computed without "
+                "them; give images with the prompts, or use such environments for generation alone"
             )
     sizes = torch.tensor([len(group.trajectories) for group in groups])
     columns = {

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 from rlhf_algos import (
+    IMAGE_COLUMNS,
     DataSection,
     DataSource,
+    EncodingOptions,
+    ImagePrompt,
     LengthSection,
     ModelSection,
     Row,
+    ShownImages,
     check_messages,
     epoch_order,
     load_tokenizer,
@@ -24,6 +28,18 @@ from rlhf_algos import (
 from rlhf_core import ConfigError, DataError, IntsLike, PackedInts
 
 from rlhf_launch.config.run import MAX_PROMPT_TOKENS
+
+_OWN = ("prompt", "messages")
+"""Columns that are the prompt itself, and no metadata."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShownPrompt:
+    """The images of a prompt, and how an engine that expands their places itself is asked about them."""
+
+    images: ShownImages
+    request_token_ids: PackedInts
+    """One token for each image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +57,8 @@ class Prompt:
     """The chat messages that `text` is made of; empty for plain text."""
     source: Any = None
     """The prompt as the data has it, text or messages, where `text` is not the same."""
+    shown: ShownPrompt | None = None
+    """Its images, if it has any; `token_ids` then are as the model runs them, each image as long as it is."""
 
     if TYPE_CHECKING:
 
@@ -53,6 +71,7 @@ class Prompt:
             metadata: Mapping[str, Any] = ...,
             messages: tuple[Mapping[str, Any], ...] = ...,
             source: Any = None,
+            shown: ShownPrompt | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -71,6 +90,20 @@ class PromptFormat:
     """Text with `{}` in it, into which plain-text prompts are put."""
     lengths: LengthSection = field(default_factory=LengthSection)
     """Which prompts are too long, and what becomes of them."""
+    image_urls: bool = False
+    """Fetch images of which a row gives the URL."""
+    processor: Any = None
+    """Of a vision-language model, where prompts may have images."""
+
+    @property
+    def encoding(self) -> EncodingOptions:
+        """The same as an encoder of rows has it."""
+        return EncodingOptions(
+            prompt_template=self.prompt_template,
+            chat=self.chat,
+            system_prompt=self.system_prompt,
+            image_urls=self.image_urls,
+        )
 
     @classmethod
     def of(cls, data: DataSection, lengths: LengthSection) -> PromptFormat:
@@ -80,6 +113,7 @@ class PromptFormat:
             system_prompt=data.system_prompt,
             prompt_template=data.prompt_template,
             lengths=lengths,
+            image_urls=data.image_urls,
         )
 
 
@@ -181,21 +215,27 @@ def make_prompts(
     form = form or PromptFormat()
     prompts, dropped = [], 0
     for index, row in enumerate(rows):
-        _check_no_images(row)
-        text, token_ids, messages = _tokenise(row, tokenizer, form)
-        fitted = form.lengths.fitted_prompt(token_ids, row.place, default=MAX_PROMPT_TOKENS)
+        found = _tokenise(row, tokenizer, form)
+        fitted = form.lengths.fitted_prompt(found.token_ids, row.place, default=MAX_PROMPT_TOKENS)
         if fitted is None:
             dropped += 1
             continue
-        given = _prompt_of(row)
+        if found.shown is not None and len(fitted) < len(found.token_ids):
+            raise DataError(
+                f"{row.place}: the prompt has {len(found.token_ids)} tokens with those of its images, more than "
+                f"{len(fitted)}, and is not cut; raise lengths.max_prompt_tokens, or write "
+                "lengths.long_prompts: drop"
+            )
+        given, left_out = _prompt_of(row), _OWN if found.shown is None else (*_OWN, *IMAGE_COLUMNS)
         prompts.append(
             Prompt(
                 prompt_id=str(first_id + index),
-                text=text,
+                text=found.text,
                 token_ids=tuple(fitted),
-                metadata={name: value for name, value in row.values.items() if name not in ("prompt", "messages")},
-                messages=messages,
-                source=None if given == text else given,
+                metadata={name: value for name, value in row.values.items() if name not in left_out},
+                messages=found.messages,
+                source=None if given == found.text else given,
+                shown=found.shown,
             )
         )
     if not prompts:
@@ -204,29 +244,49 @@ def make_prompts(
     return prompts, dropped
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tokenised:
+    text: str
+    token_ids: list[int]
+    messages: tuple[Mapping[str, Any], ...] = ()
+    shown: ShownPrompt | None = None
+
+
 def _check_no_images(row: Row) -> None:
     """Refuse a prompt with images: it would be answered, and learnt from, without them."""
-    for name in ("images", "image"):
+    for name in IMAGE_COLUMNS:
         if row.values.get(name) not in (None, "", [], ()):
             raise DataError(
-                f"{row.place} has {name}, and prompts are given to the model as text; train on images offline "
-                f"(sft, dpo, ...), or write columns: {{picture: {name}}} if that is for the reward alone"
+                f"{row.place} has {name}, and prompts are given to this model, or by this command, as text; images "
+                "are for `rlhf train` and offline training (sft, dpo, ...) of a vision-language model with its "
+                f"processor's files; write columns: {{picture: {name}}} if they are for the reward alone"
             )
 
 
-def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[int], tuple[Mapping[str, Any], ...]]:
+def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> _Tokenised:
     value = _prompt_of(row)
     if isinstance(value, str):
         value = value if form.prompt_template is None else form.prompt_template.replace("{}", value)
     messages = [{"role": "user", "content": value}] if form.chat and isinstance(value, str) else value
+    if isinstance(messages, list):
+        _check_chat(row, messages, tokenizer)
+        messages = with_system_prompt(messages, form.system_prompt)
+    elif not isinstance(messages, str):
+        raise DataError(
+            f"{row.place}: the prompt must be text or a list of chat messages, found {type(value).__name__}"
+        )
+    said = () if isinstance(messages, str) else tuple(messages)
+    if form.processor is None:
+        _check_no_images(row)
+    elif (found := ImagePrompt.of(row, _prompt_of(row), tokenizer, form.processor, form.encoding)) is not None:
+        shown = ShownPrompt(images=found.images, request_token_ids=PackedInts.of(found.request_token_ids))
+        return _Tokenised(text=found.text, token_ids=list(found.token_ids), messages=said, shown=shown)
     if isinstance(messages, str):
         if not messages.strip():
             raise DataError(f"{row.place}: the prompt is empty")
         token_ids = tokenizer(messages, add_special_tokens=True)["input_ids"]
         text = messages
-    elif isinstance(messages, list):
-        _check_chat(row, messages, tokenizer)
-        messages = with_system_prompt(messages, form.system_prompt)
+    else:
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:
@@ -236,13 +296,9 @@ def _tokenise(row: Row, tokenizer: Any, form: PromptFormat) -> tuple[str, list[i
                 f"{type(error).__name__}: {error}; mend the template, or give another one as model.chat_template"
             ) from error
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        raise DataError(
-            f"{row.place}: the prompt must be text or a list of chat messages, found {type(value).__name__}"
-        )
     if not token_ids:
         raise DataError(f"{row.place}: the tokenizer makes no tokens of the prompt {text[:40]!r}")
-    return text, token_ids, () if isinstance(messages, str) else tuple(messages)
+    return _Tokenised(text=text, token_ids=token_ids, messages=said)
 
 
 def _prompt_of(row: Row) -> Any:

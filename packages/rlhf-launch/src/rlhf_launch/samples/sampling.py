@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import (
+    CapabilityError,
     DroppedSample,
     GenerationRequest,
     GenerationResult,
@@ -33,24 +34,34 @@ GroupSampler = Callable[[Prompt, str, int], Awaitable[list[Trajectory | DroppedS
 """Draws samples: from a prompt, a label that is unique in the run, and the number of samples."""
 
 
-def response_sampler(pool: RolloutPool, sampling: SamplingConfig, *, seed: int | None) -> GroupSampler:
+def response_sampler(
+    pool: RolloutPool,
+    sampling: SamplingConfig,
+    *,
+    seed: int | None,
+    image_token_ids: Collection[int] = (),
+) -> GroupSampler:
     """A sampler of single responses, all those to a prompt in one request.
 
     Args:
         pool: the rollout engines.
         sampling: settings of all samples.
         seed: the run's; the seed of a request follows from it and the label. None for requests without.
+        image_token_ids: tokens that stand for images in a prompt, where the policy is shown some.
     """
 
     async def sample(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
+        shown = prompt.shown
         request = GenerationRequest(
             request_id=label,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=prompt.token_ids if shown is None else shown.request_token_ids,
             sampling=sampling,
             n=samples,
             seed=None if seed is None else request_seed(seed, label),
+            images=() if shown is None else shown.images.open(),
         )
-        return [*trajectories_of(prompt, await pool.generate(request))]
+        drawn = trajectories_of(prompt, await pool.generate(request))
+        return [_without_sampled_images(one, image_token_ids) for one in drawn]
 
     return sample
 
@@ -108,7 +119,13 @@ def greedy_sampling(sampling: SamplingConfig) -> SamplingConfig:
 
 
 def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory]:
-    """Single-turn trajectories: the prompt's tokens, then the sampled ones."""
+    """Single-turn trajectories: the prompt's tokens, then the sampled ones.
+
+    Raises:
+        CapabilityError: the engine ran a prompt with images as other tokens than the trainer will.
+    """
+    if prompt.shown is not None:
+        _check_same_prompt(prompt, result)
     size, tokens = len(prompt.token_ids), PackedInts.of(prompt.token_ids)
     given, nothing, none = Run(False, size), Run(0.0, size), Run(-1, size)
     return [
@@ -122,6 +139,29 @@ def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory
             meaning=result.meaning,
             truncated=sample.finish_reason != "stop",
             metadata={**prompt.metadata, "prompt": prompt.text},
+            shown=None if prompt.shown is None else prompt.shown.images,
         )
         for index, sample in enumerate(result.samples)
     ]
+
+
+def _without_sampled_images(trajectory: Trajectory, image_token_ids: Collection[int]) -> Trajectory | DroppedSample:
+    """A sample in which the policy itself wrote the token of an image is left out: to the generator it is a token
+    like any other, to the trainer's model it would be the place of an image that is not there."""
+    if not any(trajectory.response_token_ids.count(token) for token in image_token_ids):
+        return trajectory
+    return DroppedSample(sample_id=trajectory.sample_id, reason="the policy wrote the token of an image")
+
+
+def _check_same_prompt(prompt: Prompt, result: GenerationResult) -> None:
+    """Refuse samples of another prompt than the one that is trained on: the places of images are expanded twice,
+    by the engine and by the processor, which may be of other versions or settings."""
+    ran, ours = result.prompt_token_ids, prompt.token_ids
+    if ran == ours:
+        return
+    found = "it does not say which" if ran is None else f"{len(ran)} there, {len(ours)} here"
+    raise CapabilityError(
+        f"prompt {prompt.prompt_id}: the rollout engine ran its images as other tokens than the trainer would "
+        f"({found}), so that samples would be trained on as answers to another prompt. Both must use the processor "
+        "of the checkpoint: leave out rollout.options such as mm_processor_kwargs"
+    )

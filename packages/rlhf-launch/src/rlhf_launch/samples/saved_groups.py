@@ -34,7 +34,7 @@ _COLUMNS: Mapping[str, type[Packed[Any]]] = {
 
 def can_be_saved(group: ScoredGroup) -> bool:
     """Whether a group holds nothing but numbers and what JSON can hold: no images, no dates."""
-    if any(trajectory.images for trajectory in group.trajectories):
+    if any(trajectory.images or trajectory.shown for trajectory in group.trajectories):
         return False
     try:
         json.dumps(_plain(group))

@@ -166,6 +166,11 @@ class RolloutPool:
         return all(capabilities.adapters for capabilities in self._capabilities)
 
     @property
+    def takes_images(self) -> bool:
+        """Whether requests to every engine may carry images."""
+        return all(capabilities.images for capabilities in self._capabilities)
+
+    @property
     def keeps_kv_cache(self) -> bool:
         """Whether requests keep what older weights have computed of them, on every engine."""
         return all(capabilities.keeps_kv_cache for capabilities in self._capabilities)

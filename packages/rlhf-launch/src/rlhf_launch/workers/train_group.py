@@ -158,6 +158,7 @@ class TrainGroup:
         if parts is None:
             raise ValueError(f"{type(recipe).__name__} looks at the whole batch, and cannot prepare it in parts")
         recipe, whitening = parts
+        batch = batch.of_text()  # no model looks at it
         blocks = blocks_of_groups(batch, recipe)
         share = -(-len(blocks) // self.ranks)
         dealt = [blocks[start : start + share] for start in range(0, len(blocks), share)]

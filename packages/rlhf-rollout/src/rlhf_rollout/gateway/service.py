@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from rlhf_core import GenerationRequest, GenerationResult, PackedInts, Sample
+from rlhf_core import CapabilityError, GenerationRequest, GenerationResult, PackedInts, Sample
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -149,6 +149,12 @@ class Service:
             vocabulary=self._vocabulary,
             fixed=(turn.session.limits.sampling if turn is not None else None) or config.sampling,
         )
+        thinking = self._thinking(token_ids) if form is not None and self._thinks else None
+        if settings.sampling.json_schema and thinking:
+            raise CapabilityError(
+                "`response_format`: the chat template begins the answer inside a thought, which is no JSON; switch "
+                'thoughts off where the template can (`chat_template_kwargs: {"enable_thinking": false}`)'
+            )
         if turn is not None:
             sampling = shortened(settings.sampling, turn.reserve(settings.n))
             settings = replace(settings, sampling=sampling)
@@ -160,7 +166,7 @@ class Service:
             prompt_token_ids=token_ids,
             tokenizer=self._tokens.tokenizer,
             asked=settings,
-            thinking=self._thinking(token_ids) if form is not None and self._thinks else None,
+            thinking=thinking,
         )
         generation = GenerationRequest(
             request_id=f"gateway/{next(self._numbers)}",

@@ -1,5 +1,7 @@
 """Anthropic's Messages and OpenAI's Responses through the official clients: recorded and continued like chat."""
 
+import json
+
 import anthropic
 import openai
 import pytest
@@ -172,12 +174,38 @@ def test_settings_of_responses_reach_the_model(talker, gpt):
     assert talker.prompt().startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
+def test_a_form_of_the_answer_reaches_the_model_by_each_api(talker, claude, gpt):
+    schema = SCHEMA | {"additionalProperties": False}
+    settings = talker.backend.requests
+
+    def asked():
+        return json.loads(settings[-1].sampling.json_schema or "null")
+
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    gpt.chat.completions.create(**chat, response_format={"type": "json_object"})
+    assert asked() == {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    gpt.chat.completions.create(**chat, response_format=form)
+    assert asked() == schema
+    gpt.responses.create(
+        model="m", input="x", text={"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    )
+    assert asked() == schema
+    claude.messages.create(
+        **chat, max_tokens=9, output_config={"format": {"type": "json_schema", "schema": schema}}
+    )
+    assert asked() == schema
+    gpt.responses.create(model="m", input="x", text={"format": {"type": "text"}})
+    assert asked() is None
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
         ({"store": True}, "`store` is not supported: nothing is kept"),
         ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported: nothing is kept"),
-        ({"text": {"format": {"type": "json_object"}}}, "`text` is not supported"),
+        ({"text": {"verbosity": "low"}}, "`text` may have `format` alone"),
+        ({"text": {"format": {"type": "json_schema"}}}, "`response_format` can be"),
         ({"reasoning": {"effort": "high"}}, "`reasoning` is not supported"),
         ({"background": True}, "`background` is not supported"),
         ({"tools": [{"type": "web_search"}]}, "must have the type function"),

@@ -29,6 +29,10 @@ def completion_arguments(request: GenerationRequest, *, model: str, max_model_le
             f"request {request.request_id!r}: a prompt of {len(request.prompt_token_ids)} tokens leaves no "
             f"room for a response within max_model_len={limit}; raise that or shorten the prompt"
         )
+    if sampling.json_schema:
+        raise CapabilityError(
+            f"request {request.request_id!r}: the openai backend keeps samples to no JSON Schema; leave it out"
+        )
     further = {
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,

@@ -176,6 +176,11 @@ class TransformersBackend:
             )
         if request.images:
             raise CapabilityError(f"{name}: the transformers backend reads no images; send text alone")
+        if request.sampling.json_schema:
+            raise CapabilityError(
+                f"{name}: the transformers backend keeps samples to no JSON Schema; use the vllm backend, or leave "
+                "the schema out"
+            )
         if request.sampling.stop and self._tokenizer is None:
             raise CapabilityError(
                 f"{name}: the model in {self._config.model!r} has no tokenizer of the tokenizers library, by which "

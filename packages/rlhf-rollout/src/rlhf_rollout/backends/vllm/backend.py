@@ -41,7 +41,7 @@ from rlhf_rollout.backends.vllm.options import (
     worker_count,
 )
 from rlhf_rollout.backends.vllm.part import VLLMPart
-from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, sampling_params
+from rlhf_rollout.backends.vllm.requests import engine_prompt, generation_result, placeholder_of, sampling_params
 from rlhf_rollout.backends.vllm.scoring import score_precision, score_rows
 from rlhf_rollout.backends.vllm.weights import EngineWeights
 from rlhf_rollout.backends.vllm.workers import WorkerWatch, on_workers, share_memory
@@ -88,7 +88,7 @@ class VLLMBackend:
             cause=watch.cause,
         )
         model, settings = self._loop.call(lambda engine: (engine.model_config, chosen_settings(engine))).result()
-        self._image_token_id = getattr(model.hf_config, "image_token_id", None)
+        self._image_token_id = placeholder_of(model.hf_config)
         self._capabilities = replace(self._capabilities, images=model.is_multimodal_model, settings=settings)
         if not self._loop.call(lambda engine: share_memory(engine, timeout_s=_START_S)).result():
             transports = self._capabilities.transports - {"shm", "ipc"}
@@ -237,6 +237,7 @@ def _capabilities(config: RolloutConfig, arguments: dict[str, Any]) -> BackendCa
         penalties=True,
         receivers=worker_count(config),
         stop_strings=not arguments["skip_tokenizer_init"],
+        json_schema=not arguments["skip_tokenizer_init"],
         adapters=bool(arguments.get("enable_lora")),
         sleep=config.device == "cpu" or bool(arguments.get("enable_sleep_mode")),
         token_scores=score_precision(config),

@@ -13,6 +13,7 @@ from rlhf_core import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    PackedInts,
     RolloutConfig,
     Sample,
 )
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
 
+_PLACEHOLDERS = ("boi_token_index", "image_token_id")
 _LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to it
 
 
@@ -33,7 +35,7 @@ def sampling_params(
         CapabilityError: the request needs what this engine cannot do, or its prompt fills `max_model_len`.
     """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     _check(request, config, capabilities)
     sampling = request.sampling
@@ -53,6 +55,7 @@ def sampling_params(
         stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=min(sampling.max_tokens, room),
         min_tokens=min(sampling.min_tokens, room),
+        structured_outputs=StructuredOutputsParams(json=schema) if (schema := sampling.json_schema) else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
@@ -65,7 +68,7 @@ def engine_prompt(request: GenerationRequest, image_token_id: int | None) -> dic
 
     Args:
         request: with images or without.
-        image_token_id: stands for an image in the prompt, if it is known.
+        image_token_id: stands for an image in the prompt, if it is known (see `placeholder_of`).
 
     Raises:
         CapabilityError: the prompt has not one placeholder for each image.
@@ -82,6 +85,14 @@ def engine_prompt(request: GenerationRequest, image_token_id: int | None) -> dic
     return {"prompt_token_ids": tokens, "multi_modal_data": {"image": list(request.images)}}
 
 
+def placeholder_of(model: Any) -> int | None:
+    """The token that stands for an image in a prompt for a model of this configuration (Transformers), if it says.
+
+    Where an image has a token of its own for its beginning, chat templates write that one (Gemma 3).
+    """
+    return next((found for name in _PLACEHOLDERS if (found := getattr(model, name, None)) is not None), None)
+
+
 def _check(request: GenerationRequest, config: RolloutConfig, capabilities: BackendCapabilities) -> None:
     sampling = request.sampling
     if request.images and not capabilities.images:
@@ -96,6 +107,11 @@ def _check(request: GenerationRequest, config: RolloutConfig, capabilities: Back
         raise CapabilityError(
             f"request {request.request_id!r}: vLLM's CPU build loses the temperature of draft tokens, so that with "
             "speculative_config only greedy decoding (temperature 0) is right; leave that option out to sample"
+        )
+    if sampling.json_schema and not capabilities.json_schema:
+        raise CapabilityError(
+            f"request {request.request_id!r}: to keep samples to a JSON Schema needs a tokenizer, and "
+            f"{config.model} has none; leave the schema out"
         )
     if sampling.stop and not capabilities.stop_strings:
         raise CapabilityError(
@@ -127,7 +143,10 @@ def generation_result(request: GenerationRequest, output: RequestOutput) -> Gene
         # Greedy decoding is the same n times, and vLLM truncates nothing for it but stop tokens.
         samples = samples * request.n
         meaning = replace(meaning, top_p=1.0, top_k=0, min_p=0.0)
-    return GenerationResult(request_id=request.request_id, samples=samples, meaning=meaning)
+    prompt = PackedInts.of(output.prompt_token_ids or ()) if request.images else None
+    return GenerationResult(
+        request_id=request.request_id, samples=samples, meaning=meaning, prompt_token_ids=prompt
+    )
 
 
 def _sample(completion: CompletionOutput) -> Sample:

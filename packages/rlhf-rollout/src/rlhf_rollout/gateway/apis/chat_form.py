@@ -103,4 +103,4 @@ def _check_tool(tool: Any) -> None:
     if not isinstance(strict := function.get("strict") or False, bool):
         raise DataError(f"a tool's `strict` must be true or false, got {str(strict)[:80]!r}")
     if strict:
-        check_strict(function.get("parameters") or {}, function["name"])
+        check_strict(function.get("parameters") or {}, f"tool {function['name']!r}")

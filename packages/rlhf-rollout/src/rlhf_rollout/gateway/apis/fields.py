@@ -16,6 +16,7 @@ _SAMPLING = {
     *("model", "n", "seed", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "stream", "stream_options", "logprobs", "return_tokens_as_token_ids"),
+    "response_format",
 }
 _HONOURED = {
     "chat": _SAMPLING | {"messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs"},
@@ -41,7 +42,6 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (True,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),

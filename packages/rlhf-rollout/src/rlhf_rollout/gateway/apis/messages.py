@@ -39,14 +39,30 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             f'`tool_choice` can be {{"type": "auto"}} or {{"type": "none"}}, got {str(choice)[:200]!r}'
         )
     chat["tool_choice"] = choice["type"]
+    if "output_config" in body:
+        chat["response_format"] = _response_format(body["output_config"])
     metadata = body.get("metadata", {})
     if not isinstance(metadata, dict) or not set(metadata) <= {"user_id"}:
         raise DataError(f"`metadata` may have `user_id` alone, got {str(metadata)[:200]!r}")
-    known = {*_SAME, "system", "stop_sequences", "tools", "tool_choice", "metadata"}
+    known = {*_SAME, "system", "stop_sequences", "tools", "tool_choice", "metadata", "output_config"}
     for name in body:
         if name not in known:
             raise CapabilityError(f"`{name[:100]}` is not supported; leave it out")
     return chat
+
+
+def _response_format(asked: Any) -> dict[str, Any]:
+    """`output_config` of a message as `response_format` of a chat."""
+    form = asked.get("format") if isinstance(asked, Mapping) else None
+    plain = isinstance(asked, Mapping) and not set(asked) - {"format", "effort"} and asked.get("effort") is None
+    if plain and form is None:
+        return {"type": "text"}
+    if not plain or not isinstance(form, Mapping) or set(form) != {"type", "schema"}:
+        raise CapabilityError(
+            '`output_config` may have {"format": {"type": "json_schema", "schema": {...}}} alone, '
+            f"got {str(asked)[:200]!r}"
+        )
+    return {"type": form["type"], "json_schema": {"schema": form["schema"]}}
 
 
 def from_chat(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rlhf_rollout.gateway.apis.fields import (
     token_ids,
     whole,
 )
+from rlhf_rollout.gateway.apis.structured import schema_of
 
 Kind = Literal["chat.completion", "text_completion"]
 
@@ -47,8 +48,8 @@ def read_settings(
         kind: which endpoint's fields are known.
         room: tokens that fit behind the prompt; the default of `max_tokens`, and its bound.
         vocabulary: token ids lie below it.
-        fixed: replaces the client's temperature and truncation; the client can only make the answer shorter and add
-            stops.
+        fixed: replaces the client's temperature and truncation; the client can only make the answer shorter, add
+            stops, and ask for JSON.
 
     Raises:
         DataError: a field of the wrong type or value.
@@ -66,7 +67,12 @@ def read_settings(
         ids = tuple(dict.fromkeys((*fixed.stop_token_ids, *sampling.stop_token_ids)))
         longest = min(sampling.max_tokens, fixed.max_tokens)
         sampling = replace(
-            fixed, stop=stops, stop_token_ids=ids, max_tokens=longest, min_tokens=min(fixed.min_tokens, longest)
+            fixed,
+            stop=stops,
+            stop_token_ids=ids,
+            max_tokens=longest,
+            min_tokens=min(fixed.min_tokens, longest),
+            json_schema=sampling.json_schema or fixed.json_schema,
         )
     options = body.get("stream_options", {})
     if not isinstance(options, Mapping) or not set(options) <= {"include_usage", "include_obfuscation"}:
@@ -113,6 +119,7 @@ def _sampling(body: Mapping[str, Any], vocabulary: int) -> SamplingConfig:
         repetition_penalty=number(body, "repetition_penalty", 1.0, at_least=0.01, at_most=100.0),
         presence_penalty=number(body, "presence_penalty", 0.0, at_least=-2.0, at_most=2.0),
         frequency_penalty=number(body, "frequency_penalty", 0.0, at_least=-2.0, at_most=2.0),
+        json_schema=schema_of(body),
         stop=_stops(body),
         stop_token_ids=tuple(token_ids(body.get("stop_token_ids", []), "stop_token_ids", vocabulary, most=1024)),
     )

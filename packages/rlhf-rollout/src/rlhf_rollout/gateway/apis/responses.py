@@ -19,7 +19,6 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "include": ([],),
     "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
     "store": (False,),
-    "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -39,13 +38,15 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             )
         if name in _AS_IT_IS and value not in _AS_IT_IS[name]:
             raise CapabilityError(f"`{name}` is not supported, got {str(value)[:200]!r}; leave it out")
-        if name not in (*_SAME, *_AS_IT_IS, "input", "instructions", "max_output_tokens", "tools"):
+        if name not in (*_SAME, *_AS_IT_IS, "input", "instructions", "max_output_tokens", "text", "tools"):
             raise CapabilityError(f"`{name[:100]}` is not supported; leave it out")
     chat = {name: body[name] for name in _SAME if name in body}
     if "max_output_tokens" in body:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if "tools" in body:
         chat["tools"] = _tools(body["tools"])
+    if "text" in body:
+        chat["response_format"] = _response_format(body["text"])
     instructions = body.get("instructions", "")
     if not isinstance(instructions, str):
         raise DataError(f"`instructions` must be a text, got {str(instructions)[:200]!r}")
@@ -57,6 +58,16 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     for item in items:
         _add(chat["messages"], item)
     return chat
+
+
+def _response_format(text: Any) -> dict[str, Any]:
+    """`text` of a response as `response_format` of a chat."""
+    if not isinstance(text, Mapping) or set(text) - {"format"} or not isinstance(text.get("format", {}), Mapping):
+        raise CapabilityError(f"`text` may have `format` alone, got {str(text)[:200]!r}")
+    form = dict(text.get("format") or {"type": "text"})
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": form.pop("type"), "json_schema": form}
 
 
 def from_chat(answer: Mapping[str, Any]) -> dict[str, Any]:

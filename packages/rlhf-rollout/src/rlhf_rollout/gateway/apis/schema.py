@@ -85,6 +85,28 @@ _SAMPLING: Mapping[str, Schema] = {
     "stop_token_ids": _TOKENS,
     "stream_options": {"type": "object", "properties": {"include_usage": _SWITCH}, "additionalProperties": False},
     "return_tokens_as_token_ids": _SWITCH,
+    "response_format": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"type": {"enum": ["text", "json_object"]}},
+                "required": ["type"],
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "json_schema"},
+                    "json_schema": {
+                        "type": "object",
+                        "properties": {"name": _TEXT, "schema": _OBJECT},
+                        "required": ["name", "schema"],
+                    },
+                },
+                "required": ["type", "json_schema"],
+            },
+        ]
+    },
 }
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "/v1/chat/completions": {

@@ -1,4 +1,5 @@
-"""Tools with `strict`: a call counts only if its arguments fit the schema, which is a part of JSON Schema."""
+"""Schemas that clients give, a part of JSON Schema: of tools with `strict`, whose calls count only if their
+arguments fit, and of answers that are to be JSON."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ _KNOWN = {
 _MOST_DEPTH = 32
 
 
-def check_strict(schema: Any, tool: str) -> None:
+def check_strict(schema: Any, what: str) -> None:
     """Refuse a schema with what `fits` does not look at.
+
+    Args:
+        schema: of a tool's arguments, or of an answer.
+        what: it is, for messages.
 
     Raises:
         DataError: names it.
@@ -33,26 +38,24 @@ def check_strict(schema: Any, tool: str) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
-        raise DataError(f"tool {tool!r}: a schema must be an object, got {str(schema)[:80]!r}")
+        raise DataError(f"{what}: a schema must be an object, got {str(schema)[:80]!r}")
     if unknown := set(schema) - _KNOWN:
-        raise DataError(
-            f"tool {tool!r}: `strict` takes no {', '.join(sorted(unknown))[:200]} in its schema; leave it out"
-        )
+        raise DataError(f"{what}: a schema takes no {', '.join(sorted(unknown))[:200]} here; leave it out")
     kinds = schema.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise DataError(f"tool {tool!r}: there is no type {str(kind)[:80]!r} in JSON Schema")
+            raise DataError(f"{what}: there is no type {str(kind)[:80]!r} in JSON Schema")
     for name, form in (("required", list), ("enum", list), ("anyOf", list), ("$ref", str)):
         if name in schema and not isinstance(schema[name], form):
-            raise DataError(f"tool {tool!r}: `{name}` of a schema must be a {form.__name__}")
+            raise DataError(f"{what}: `{name}` of a schema must be a {form.__name__}")
     for name in ("properties", "$defs", "definitions"):
         inner = schema.get(name, {})
         if not isinstance(inner, Mapping):
-            raise DataError(f"tool {tool!r}: `{name}` of a schema must be an object")
+            raise DataError(f"{what}: `{name}` of a schema must be an object")
         for part in inner.values():
-            check_strict(part, tool)
+            check_strict(part, what)
     for part in (*schema.get("anyOf", ()), schema.get("items", True), schema.get("additionalProperties", True)):
-        check_strict(part, tool)
+        check_strict(part, what)
 
 
 def fits(value: Any, schema: Any, root: Any, depth: int = 0) -> bool:
