@@ -380,7 +380,9 @@ def test_generation_that_overlaps_training_keeps_its_accounts_over_a_resume(
 
 def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
     overlap = {"rollout__overlap": {}}
-    with pytest.raises(ConfigError, match="no top_p, top_k, min_p, min_tokens or penalties; leave them out"):
+    with pytest.raises(
+        ConfigError, match="no top_p, top_k, min_p, min_tokens, penalties or json_schema; leave them out"
+    ):
         make_config(settings, rollout__sampling={"max_tokens": 8, "top_p": 0.9}, **overlap)
     with pytest.raises(ConfigError, match="max_staleness must be at least 1"):
         make_config(settings, rollout__overlap={"max_staleness": 0})

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf_algos import GRPO, PPO, make_recipe
-from rlhf_core import SamplingConfig, Score, StepReport, Trajectory
+from rlhf_algos import GRPO, PPO, OffPolicyCorrection, make_recipe
+from rlhf_core import CapabilityError, SamplingConfig, Score, StepReport, Trajectory
 from rlhf_launch.online.metrics import PhaseClock
 from rlhf_launch.online.trainer import Trainer, UpdatePlan
 from rlhf_launch.workers.begun import Begun
@@ -270,3 +270,13 @@ def test_log_probs_of_another_distribution_are_not_compared():
         made = replace(made, trajectories=tuple(replace(t, meaning=meaning) for t in made.trajectories))
         _, metrics = run.step([made], 0, PhaseClock())
         assert ("mismatch/log_prob_max" in metrics) == known
+
+
+def test_answers_of_a_form_that_a_program_asked_for_are_not_weighed_against_the_trainer():
+    meaning = SamplingConfig(max_tokens=4, json_schema='{"type": "object"}').meaning
+    made = group("a", 0.0, 1.0)
+    made = replace(made, trajectories=tuple(replace(t, meaning=meaning) for t in made.trajectories))
+    trainer(GRPO()).step([made], 0, PhaseClock())
+    for recipe in (GRPO(off_policy=(OffPolicyCorrection(),)), GRPO(old_log_probs="sampler")):
+        with pytest.raises(CapabilityError, match="sample 'a/0' was kept to a JSON Schema"):
+            trainer(recipe).step([made], 0, PhaseClock())

@@ -189,6 +189,21 @@ class SamplingChecks(RolloutGround):
         assert result.meaning == sampling.meaning
         assert torch.tensor(sample.log_probs).sub(expected).abs().max() < self.tolerance
 
+    def test_a_json_schema_leaves_what_fits_or_is_refused(self, backend: RolloutBackend, trainer: Trainer) -> None:
+        sampling = SamplingConfig(max_tokens=24, json_schema='{"type": "object", "additionalProperties": false}')
+        request = self.request(n=2, sampling=sampling)
+        if not backend.capabilities.json_schema:
+            with pytest.raises(CapabilityError):
+                self.generate(backend, request)
+            return
+        result = self.generate(backend, request)
+        assert result.meaning.constrained, "the log-probs are not those of the trained distribution, and say so"
+        free = processed_log_probs(trainer, self.request(sampling=SamplingConfig(max_tokens=24)), result.samples[0])
+        drawn = torch.tensor(result.samples[0].log_probs)
+        # A token is at least as likely among those that are left; of a random model's, few open an object.
+        assert bool((drawn >= free - self.tolerance).all()), "log-probs must be of what the schema leaves"
+        assert float(drawn[0] - free[0]) > 1, "the schema had no effect"
+
     # ------------------------------------------------------------ randomness
 
     def test_greedy_decoding_repeats_and_takes_the_most_likely_token(

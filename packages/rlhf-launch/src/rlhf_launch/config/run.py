@@ -40,7 +40,7 @@ CRITIC_RATE = 9e-6
 """OpenRLHF's critic (its paper, table of hyper-parameters)."""
 MAX_PROMPT_TOKENS = 1024
 MAX_EPISODE_TOKENS = 4096
-_PROCESSING = "top_p, top_k, min_p, min_tokens or penalties"
+_PROCESSING = "top_p, top_k, min_p, min_tokens, penalties or json_schema"
 """What makes the distribution that is sampled another one than the trained one."""
 HELD_OUT = "held-out"
 """Name of the set that `data.hold_out` and `evaluation.data` make."""

@@ -106,6 +106,7 @@ class Trainer:
             trace: gets what is known as soon as it is known; if it has an order of the rows, that is followed.
         """
         trace = trace or StepTrace(step=step + 1, groups=groups)
+        self._check_meanings(groups)
         batch = trace.batch = rows_of_groups(groups)
         if asked := self.asked_before(step):
             with clock("score"):
@@ -133,6 +134,23 @@ class Trainer:
         )
         trace.metrics = metrics
         return batch, metrics
+
+    def _check_meanings(self, groups: Sequence[ScoredGroup]) -> None:
+        """Refuse samples whose form a program has asked for, where their log-probs are set beside the trainer's.
+
+        What a configuration says of sampling was looked at before the run; this a program says in its requests.
+        """
+        compared = bool(getattr(self.recipe, "off_policy", ())) or "log_probs" not in self.recipe.old_outputs
+        if self.learns_from_pairs or not compared:
+            return
+        for trajectory in (one for group in groups for one in group.trajectories):
+            if trajectory.meaning.constrained:
+                raise CapabilityError(
+                    f"sample {trajectory.sample_id!r} was kept to a JSON Schema (`response_format`), so that its "
+                    "log-probs are of another distribution than the trained one, and this run compares them with "
+                    "the trainer's. Leave the form out of the program's requests, or write "
+                    "algorithm.old_log_probs: trainer and rollout.overlap.off_policy_correction: false"
+                )
 
     def asked_before(self, step: int) -> dict[str, tuple[str, ...]]:
         """What each role is asked about the samples before they are trained on, after `step` steps: the policy for
