@@ -32,8 +32,8 @@ def test_a_signal_ends_a_wait_at_once(number, code):
     begin = time.monotonic()
     send(number, 0.3)
     with pytest.raises(RunStopped, match=number.name) as caught, stop.on_signals(), stop.interruptible():
-        threading.Event().wait(30)
-    assert time.monotonic() - begin < 20
+        threading.Event().wait(600)
+    assert time.monotonic() - begin < 300
     assert caught.value.exit_code == code
 
 

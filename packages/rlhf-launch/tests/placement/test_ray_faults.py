@@ -1,4 +1,7 @@
-"""What a run hears, and how soon, when a worker, Ray's head or its raylet is killed; and what is left then."""
+"""What a run hears when a worker, Ray's head or its raylet is killed, and what is left then.
+
+How soon is measured by `nox -s faults`; here calls end that would last ten minutes.
+"""
 
 import os
 import signal
@@ -57,11 +60,9 @@ def alive(pid):
 
 def killed_worker_is_named(handle, pid):
     call = handle.call("sleep", 600)
-    begin = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match=rf"policy-2 \(process {pid} on [\d.]+\) died during sleep: "):
-        call.result(timeout=60)
-    assert time.monotonic() - begin < 30
+        call.result(timeout=240)
 
 
 @pytest.mark.parametrize("process", ["gcs_server", "raylet"])
@@ -71,9 +72,7 @@ def test_a_head_or_raylet_that_dies_at_the_very_end_does_not_hold_up_the_close(c
     os.kill(killed, signal.SIGKILL)
     while alive(killed):
         time.sleep(0.01)
-    begin = time.monotonic()
     cluster.close()
-    assert time.monotonic() - begin < 40
     assert not any(alive(pid) for pid in pids)
 
 
@@ -84,23 +83,19 @@ def test_a_head_or_raylet_that_dies_at_the_very_end_does_not_hold_up_the_close(c
         ("raylet", r"Ray's raylet on this host \([\d.]+\) is gone, and with it all workers of this process"),
     ],
 )
-def test_without_head_or_raylet_every_call_fails_in_seconds_and_nothing_is_left(cluster, workers, process, message):
+def test_without_head_or_raylet_every_call_fails_and_nothing_is_left(cluster, workers, process, message):
     handles, pids = workers
     killed_worker_is_named(handles.pop(), pids.pop())
     calls = [handle.call("sleep", 600) for handle in handles]
     killed = of_ray(process)
-    begin = time.monotonic()
     os.kill(killed, signal.SIGKILL)
     for call in calls:
         with pytest.raises(EngineDiedError, match=message):
-            call.result(timeout=60)
-    assert time.monotonic() - begin < 30
+            call.result(timeout=240)
     with pytest.raises(EngineDiedError, match=message):
-        handles[0].call("whereabouts").result(timeout=1)
+        handles[0].call("whereabouts").result(timeout=60)
     with pytest.raises(EngineDiedError, match=message):
         cluster.restart("policy-0")
-    begin = time.monotonic()
     close_workers(handles)
     cluster.close()
-    assert time.monotonic() - begin < 40
     assert not any(alive(pid) for pid in pids)

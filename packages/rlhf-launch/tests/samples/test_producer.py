@@ -269,7 +269,7 @@ def test_engines_stand_still_while_training_only_where_that_is_wanted(start):
 def test_asynchronous_generation_goes_on_during_training(start):
     run = start(during="run", max_staleness=1, per_step=2)
     run.producer.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while run.ledger.waiting < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run.ledger.waiting == 2  # the next step is there before this one is trained

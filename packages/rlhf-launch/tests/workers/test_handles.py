@@ -88,8 +88,8 @@ class NeverIdle:
 def test_workers_that_are_busy_share_one_deadline(handle):
     busy = [NeverIdle(f"rank-{rank}") for rank in range(64)]
     begin = time.monotonic()
-    close_workers([*busy, handle], timeout_s=0.2)
-    assert time.monotonic() - begin < 64 * 0.2
+    close_workers([*busy, handle], timeout_s=2)
+    assert time.monotonic() - begin < 64 * 2
     assert all(worker.ended for worker in busy)
     with pytest.raises(EngineDiedError, match="worker is closed; where was called"):
         handle.call("where")

@@ -66,7 +66,7 @@ def test_batches_of_several_callers_wait_for_each_other(reward):
 def test_a_hanging_function_is_killed_with_its_children_and_replaced(reward, pid_file):
     with pytest.raises(RewardError, match=r"did not return within 3 s.*'s0'"):
         score(reward, ["hang"])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while alive(pid_file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid_file.read_text())
@@ -121,7 +121,7 @@ def test_closing_ends_a_batch_that_hangs_at_once(child_path, tmp_path):
             await asyncio.wait_for(call, 60)
 
     asyncio.run(close_in_the_middle())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while alive((tmp_path / "pid").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive((tmp_path / "pid").read_text())

@@ -210,7 +210,7 @@ def test_a_hanging_function_is_left_at_its_deadline(kind):
     released = threading.Event()
 
     def hangs(completions):
-        released.wait(30)
+        released.wait(600)
         return [0.0] * len(completions)
 
     async def hangs_async(completions):
@@ -221,7 +221,7 @@ def test_a_hanging_function_is_left_at_its_deadline(kind):
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"did not return within 0\.1 s for samples 's0'"):
         score(hangs if kind == "sync" else hangs_async, timeout_s=0.1)
-    assert time.monotonic() - started < 20, "the event loop waited for the hanging thread"
+    assert time.monotonic() - started < 300, "the event loop waited for the hanging thread"
     released.set()
 
 
