@@ -39,6 +39,9 @@ class ModelSection:
     teacher: str | None = None
     """Model that judges the policy's tokens in `on_policy_distillation` (`rlhf train`): any architecture, with the
     policy's vocabulary. `self_distillation` takes the policy's start without it."""
+    teachers: Mapping[str, str] = field(default_factory=dict)
+    """Several teachers, by name, in the place of `teacher`: each judges the samples of the prompts whose column
+    `teacher` names it."""
     tokenizer: str | None = None
     """Where the tokenizer is; null for the model's own."""
     chat_template: str | None = None

@@ -11,7 +11,16 @@ from rlhf_core import ConfigError, check_whole
 
 REWARD = "reward "
 """Beginning of the name that a reward part's engine has among the roles of a run: `reward helpful`."""
+TEACHER = "teacher "
+"""Beginning of the name that one of several teachers has among the roles of a run: `teacher math`."""
+_GROUPS = {"reward": REWARD, "teachers": TEACHER}
+"""Keys of roles that are several, and how their names begin in a run."""
 _ROLES = ("policy", "critic", "reference", "teacher", "rollout")
+
+
+def is_training(role: str) -> bool:
+    """Whether a role of a run takes part in training: all but the generator and the models of rewards."""
+    return role != "rollout" and not role.startswith(REWARD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +33,8 @@ class RolePlacement:
     cpus: float | None = None
     """CPU cores reserved per worker; null for `placement.cpus_per_worker`."""
     colocate_with: str | None = None
-    """A role whose devices this one shares (`policy`, `critic`, `reference`, `teacher`, `rollout`,
-    `reward.<part>`); the roles take turns there. Null for devices of its own."""
+    """A role whose devices this one shares (`policy`, `critic`, `reference`, `teacher`, `teachers.<name>`,
+    `rollout`, `reward.<part>`); the roles take turns there. Null for devices of its own."""
     hosts: int | tuple[str, ...] | None = None
     """How many hosts the workers are spread over evenly, or which (addresses, as Ray knows them); null for as few
     hosts as have room."""
@@ -96,6 +105,8 @@ class OnlinePlacementSection(PlacementSection):
     no workers."""
     teacher: EnginePlacement = field(default_factory=EnginePlacement)
     """The teacher of on-policy distillation."""
+    teachers: Mapping[str, EnginePlacement] = field(default_factory=dict)
+    """Several teachers, by the names that `model.teachers` gives them."""
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     """The generator; `rollout.engines` of it."""
     reward: Mapping[str, EnginePlacement] = field(default_factory=dict)
@@ -107,23 +118,26 @@ class OnlinePlacementSection(PlacementSection):
             if role.colocate_with is not None:
                 other = _role_name(role.colocate_with)
                 if other == name:
-                    raise ConfigError(f"placement: {_key(name)} is colocated with itself; name another role")
-                if other not in _ROLES and not other.startswith(REWARD):
+                    raise ConfigError(f"placement: {key_of(name)} is colocated with itself; name another role")
+                if other not in _ROLES and not other.startswith((REWARD, TEACHER)):
                     raise ConfigError(
-                        f"placement: {_key(name)}: colocate_with={role.colocate_with!r} is no role; write policy, "
-                        "critic, reference, teacher, rollout or reward.<part>"
+                        f"placement: {key_of(name)}: colocate_with={role.colocate_with!r} is no role; write "
+                        "policy, critic, reference, teacher, teachers.<name>, rollout or reward.<part>"
                     )
 
     def of(self, role: str) -> RolePlacement:
         """What is written of a role, by its name in a run (`policy`, `reward helpful`)."""
         if role.startswith(REWARD):
             return self.reward.get(role.removeprefix(REWARD)) or EnginePlacement()
+        if role.startswith(TEACHER):
+            return self.teachers.get(role.removeprefix(TEACHER)) or EnginePlacement()
         return dict(self.roles())[role]
 
     def roles(self) -> Iterator[tuple[str, RolePlacement]]:
         """Every role that can be written of, by its name in a run."""
         yield from (("policy", self.policy), ("critic", self.critic))
         yield from (("reference", self.reference), ("teacher", self.teacher), ("rollout", self.rollout))
+        yield from ((TEACHER + name, role) for name, role in self.teachers.items())
         yield from ((REWARD + part, role) for part, role in self.reward.items())
 
     def partners(self) -> dict[str, str]:
@@ -133,12 +147,14 @@ class OnlinePlacementSection(PlacementSection):
 
     def sharing(self, role: str, partner: str) -> OnlinePlacementSection:
         """The same, with a role on the devices of another."""
-        key = _key(partner)
-        if role.startswith(REWARD):
-            part = role.removeprefix(REWARD)
-            reward = {**self.reward, part: replace(self.reward.get(part) or EnginePlacement(), colocate_with=key)}
-            return replace(self, reward=reward)
-        return replace(self, **{role: replace(self.of(role), colocate_with=key)})
+        return self.with_role(role, replace(self.of(role), colocate_with=key_of(partner)))
+
+    def with_role(self, role: str, placed: RolePlacement) -> OnlinePlacementSection:
+        """The same, with a role placed so."""
+        for group, beginning in _GROUPS.items():
+            if role.startswith(beginning):
+                return replace(self, **{group: {**getattr(self, group), role.removeprefix(beginning): placed}})
+        return replace(self, **{role: placed})
 
     def of_one_process(self, device: Literal["cpu", "cuda"]) -> OnlinePlacementSection:
         """The same, with every role in this process, which has one rank of each; engine options stay."""
@@ -147,9 +163,17 @@ class OnlinePlacementSection(PlacementSection):
             if isinstance(role, EnginePlacement)
             else type(role)()
             for name, role in self.roles()
-            if not name.startswith(REWARD)
+            if not name.startswith((REWARD, TEACHER))
         }
-        return replace(self, executor="local", device=device, layout="written", reward={}, **alone)  # type: ignore[arg-type]
+        return replace(
+            self,
+            executor="local",
+            device=device,
+            layout="written",
+            reward={},
+            teachers={name: replace(EnginePlacement(), options=one.options) for name, one in self.teachers.items()},
+            **alone,  # type: ignore[arg-type]
+        )
 
     @property
     def says_nothing_of_roles(self) -> bool:
@@ -164,8 +188,8 @@ def shared_roles(
 
     Args:
         placement: who sits with whom.
-        roles: the roles of the run, by name (`policy`, `critic`, `reference`, `teacher`, `reward <part>`,
-            `rollout`).
+        roles: the roles of the run, by name (`policy`, `critic`, `reference`, `teacher`, `teacher <name>`,
+            `reward <part>`, `rollout`).
         others_alone: pass over partners that the run does not have, rather than refuse them.
 
     Raises:
@@ -177,8 +201,8 @@ def shared_roles(
             continue
         if partner not in sets:
             raise ConfigError(
-                f"placement.{_key(role)}.colocate_with: this run has no workers for {_key(partner)}; there are "
-                f"{', '.join(map(_key, roles))}"
+                f"placement.{key_of(role)}.colocate_with: this run has no workers for {key_of(partner)}; there are "
+                f"{', '.join(map(key_of, roles))}"
             )
         joined = sets[role] | sets[partner]
         for member in joined:
@@ -190,9 +214,12 @@ def shared_roles(
 def _role_name(key: str) -> str:
     """The name in a run of a role that a file names: `reward helpful` for `reward.helpful`."""
     group, _, part = key.partition(".")
-    return f"{REWARD}{part}" if group == "reward" and part else key
+    return f"{_GROUPS[group]}{part}" if group in _GROUPS and part else key
 
 
-def _key(role: str) -> str:
+def key_of(role: str) -> str:
     """How a file names a role."""
-    return role.replace(REWARD, "reward.", 1) if role.startswith(REWARD) else role
+    for group, beginning in _GROUPS.items():
+        if role.startswith(beginning):
+            return f"{group}.{role.removeprefix(beginning)}"
+    return role

@@ -27,7 +27,14 @@ from rlhf_core import ConfigError
 
 from rlhf_launch.config.bundles import BundleSection
 from rlhf_launch.config.data import OnlineDataSection, check_pretraining
-from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacementSection, shared_roles
+from rlhf_launch.config.placement import (
+    REWARD,
+    TEACHER,
+    EnginePlacement,
+    OnlinePlacementSection,
+    is_training,
+    shared_roles,
+)
 from rlhf_launch.config.renamed import RENAMED
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.rollout import RolloutSection
@@ -275,7 +282,7 @@ class OnlineConfig:
                 "rollout.overlap there are none; write e.g. rollout.overlap.max_staleness=1, or leave it out"
             )
         beside = {role for members in self.shared if "rollout" in members for role in members}
-        if overlap is not None and (others := beside & {"policy", "critic", "reference", "teacher"}):
+        if overlap is not None and (others := [role for role in beside if is_training(role)]):
             raise ConfigError(
                 f"rollout.overlap lets generation go on while the others work, but {min(others)} takes turns with "
                 "it on the same devices (placement.*.colocate_with); leave rollout.overlap out, or give the "
@@ -322,17 +329,25 @@ class OnlineConfig:
                 f"placement.reward.{unknown[0]}: the reward has no part of this name with a model of its own; "
                 f"there are: {there}"
             )
+        if unknown := [name for name in self.placement.teachers if name not in self.model.teachers]:
+            there = ", ".join(self.model.teachers) or "none"
+            raise ConfigError(
+                f"placement.teachers.{unknown[0]}: model.teachers has no teacher of this name; there are: {there}"
+            )
         for name in ("critic", "reference", "teacher"):
             if name not in self.roles and self.placement.of(name) != EnginePlacement():
                 why = f"algorithm {self.algorithm.name!r} has no {name}; leave it out"
                 if name == "reference" and self.reference_is_policy:
                     why = "the reference is the policy with its adapters off; leave it out, or set model.reference"
+                if name == "teacher" and self.model.teachers:
+                    why = "there are several; write placement.teachers.<name>"
                 raise ConfigError(f"placement.{name} is set, but {why}")
         _ = self.shared  # refuses what does not go together
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have workers: `policy`, `critic`, `reference`, `teacher`, `reward <part>`, `rollout`."""
+        """The roles that have workers: `policy`, `critic`, `reference`, `teacher` or `teacher <name>`, `reward
+        <part>`, `rollout`."""
         recipe = self.algorithm.recipe
         roles = ["policy"]
         if recipe.needs_critic:
@@ -340,7 +355,7 @@ class OnlineConfig:
         if recipe.needs_reference and not self.reference_is_policy:
             roles.append("reference")
         if self.needs_teacher:
-            roles.append("teacher")
+            roles += [TEACHER + name for name in self.model.teachers] or ["teacher"]
         return (*roles, *(REWARD + name for name in self.reward.engine_parts()), "rollout")
 
     @property

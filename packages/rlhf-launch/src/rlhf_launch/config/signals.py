@@ -32,15 +32,25 @@ def check_signals(config: OnlineConfig) -> None:
 
 
 def _check_teacher(config: OnlineConfig) -> None:
-    name, teacher = config.algorithm.name, config.model.teacher
+    name, teacher, teachers = config.algorithm.name, config.model.teacher, config.model.teachers
     itself = isinstance(config.algorithm.recipe, ShowsTeacherMore)
-    if config.needs_teacher and teacher is None and not itself:
+    if config.needs_teacher and teacher is None and not teachers and not itself:
         raise ConfigError(f"algorithm {name!r} learns from a teacher; write model.teacher: path/of/the/teacher")
-    if teacher is not None and not config.needs_teacher:
+    if (teacher is not None or teachers) and not config.needs_teacher:
         raise ConfigError(
-            f"model.teacher is set, but algorithm {name!r} has no teacher; write algorithm: "
-            "on_policy_distillation, or leave it out"
+            f"model.{'teacher' if teacher is not None else 'teachers'} is set, but algorithm {name!r} has no "
+            "teacher; write algorithm: on_policy_distillation, or leave it out"
         )
+    if teachers and teacher is not None:
+        raise ConfigError("model.teacher and model.teachers are both set; name the one among the others")
+    if teachers and itself:
+        raise ConfigError(
+            f"algorithm {name!r} has one teacher, which is shown more than the policy; write model.teacher, or "
+            "leave it out for the policy's own start"
+        )
+    for one in teachers:
+        if not one.replace("-", "_").isidentifier():
+            raise ConfigError(f"model.teachers: {one!r} is no name; write letters, digits, - and _")
 
 
 def _check_shown(config: OnlineConfig) -> None:

@@ -28,6 +28,7 @@ from rlhf_launch.samples.prompts import (
 )
 from rlhf_launch.samples.reward import CheckedReward, check_reward
 from rlhf_launch.samples.sampling import gateway_class
+from rlhf_launch.samples.several_teachers import check_teachers_named
 from rlhf_launch.samples.teacher_prompts import with_teacher_prompts
 
 
@@ -69,11 +70,15 @@ def check_inputs(config: OnlineConfig) -> Inputs:
         if path is not None:
             check_model_path(path, what=key)
     model = config.model
-    if model.teacher is not None:
+    teachers = {"model.teacher": model.teacher} if model.teacher is not None else {}
+    for key, path in {
+        **teachers,
+        **{f"model.teachers.{name}": one for name, one in model.teachers.items()},
+    }.items():
         check_same_vocabulary(
-            model.teacher,
+            path,
             model.path,
-            key="model.teacher",
+            key=key,
             tokenizer=model.tokenizer,
             larger=True,
             trust_remote_code=model.trust_remote_code,
@@ -123,6 +128,8 @@ def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str
         )
     if isinstance(config.recipe, ShowsTeacherMore):
         train = replace(train, prompts=_shown_to_teacher(config, config.recipe, tokenizer, train.prompts))
+    if model.teachers:
+        check_teachers_named(train.prompts, model.teachers, data.description)
     if data.curriculum is not None:
         difficulties(train.prompts, data.curriculum, data.description)
     dropped, sampling = train.dropped, config.rollout.sampling

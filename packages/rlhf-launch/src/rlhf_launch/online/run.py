@@ -218,6 +218,7 @@ def _fingerprint(config: OnlineConfig, inputs: Inputs) -> dict[str, Any]:
     model = config.model
     models = {"model.path": model.path, "model.reference": model.reference, "model.critic": model.critic}
     models["model.teacher"] = model.teacher
+    models |= {f"model.teachers.{name}": path for name, path in model.teachers.items()}
     judges = {f"reward {name}": part.path for name, part in config.reward.engine_parts().items()}
     pretrain = {f"data.pretrain[{place}]": data_fingerprint(one) for place, one in enumerate(config.data.pretrain)}
     return pretrain | run_fingerprint(

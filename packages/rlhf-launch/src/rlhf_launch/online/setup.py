@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from rlhf_core import ConfigError, SamplingConfig, StopRequest
 from rlhf_rollout import AgentConfig, AgentLoop, EnvironmentRewardConfig, ProgramLoop, tool_call_parser
 
 from rlhf_launch.bundles.keep import BundleKeeper
-from rlhf_launch.config.placement import REWARD
+from rlhf_launch.config.placement import REWARD, TEACHER
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.evaluation import Evaluator
 from rlhf_launch.online.fitted_roles import FittedRoles
@@ -48,6 +48,7 @@ from rlhf_launch.weight_sync.sync import WeightSync
 from rlhf_launch.workers.devices import SharedDevices, described_turns
 from rlhf_launch.workers.process import spared_collector
 from rlhf_launch.workers.rollout_pool import RolloutPool
+from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.waits import Waits
 
 
@@ -222,6 +223,7 @@ def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText |
         reference=workers.training.get("reference"),
         reference_is_policy=config.reference_is_policy,
         teacher=workers.training.get("teacher"),
+        teachers=several_teachers(workers.training),
         teacher_prompts=teacher_prompts(config),
         scored=config.is_scored,
         recipe=config.recipe,
@@ -231,6 +233,11 @@ def open_trainer(config: OnlineConfig, workers: Workers, text: PretrainingText |
         one_at_a_time=workers.executor.one_process,
         pretraining=pretraining_stream(config, text),
     )
+
+
+def several_teachers(training: Mapping[str, TrainGroup]) -> dict[str, TrainGroup]:
+    """Those of the training engines that are one of several teachers, by the teacher's name."""
+    return {name.removeprefix(TEACHER): group for name, group in training.items() if name.startswith(TEACHER)}
 
 
 def teacher_prompts(config: OnlineConfig) -> TeacherPrompts | None:

@@ -13,9 +13,11 @@ from rlhf_core import CapabilityError, Metric, RaggedBatch, RaggedColumn, StepRe
 from rlhf_rollout import ScoredGroup
 
 from rlhf_launch.bundles.trace import Order, StepTrace
+from rlhf_launch.config.placement import TEACHER
 from rlhf_launch.online.metrics import PhaseClock, comparable, sample_metrics, step_metrics
 from rlhf_launch.samples.groups import rows_of_groups, staleness
 from rlhf_launch.samples.pretraining import PretrainingStream
+from rlhf_launch.samples.several_teachers import joined_judgements, rows_of_teachers
 from rlhf_launch.samples.teacher_prompts import TaughtRows, TeacherPrompts
 from rlhf_launch.workers.begun import Begun, results_of
 from rlhf_launch.workers.devices import in_turns
@@ -71,6 +73,8 @@ class Trainer:
     reference_is_policy: bool = False
     """The reference is the policy with its adapters off, on the policy's own ranks."""
     teacher: TrainGroup | None = None
+    teachers: Mapping[str, TrainGroup] = field(default_factory=dict)
+    """Several teachers, by name, each of which judges the rows whose prompts name it."""
     teacher_prompts: TeacherPrompts | None = None
     """What the teacher is shown in the place of the samples' own prompts."""
     recipe: Recipe
@@ -111,7 +115,8 @@ class Trainer:
         if asked := self.asked_before(step):
             with clock("score"):
                 taught = None if self.teacher_prompts is None else self.teacher_prompts.taught(groups)
-                batch = trace.batch = self.score(batch, asked, taught)
+                judged = rows_of_teachers(groups) if self.teachers else {}
+                batch = trace.batch = self.score(batch, asked, taught, judged)
         kl_coef = trace.kl_coef = self.kl.value
         batch, prepared = self.prepare(batch, kl_coef)
         trace.batch = batch
@@ -170,6 +175,7 @@ class Trainer:
             asked["reference"] = ("log_probs",)
         if self.teacher is not None:
             asked["teacher"] = ("log_probs",)
+        asked |= {TEACHER + name: ("log_probs",) for name in self.teachers}
         if self.critic is not None:
             asked["critic"] = ("values",)
         return asked
@@ -184,16 +190,22 @@ class Trainer:
         return batch.with_columns(**columns), dict(prepared.metrics)
 
     def score(
-        self, batch: RaggedBatch, asked: Mapping[str, tuple[str, ...]], taught: TaughtRows | None = None
+        self,
+        batch: RaggedBatch,
+        asked: Mapping[str, tuple[str, ...]],
+        taught: TaughtRows | None = None,
+        judged: Mapping[str, Sequence[int]] | None = None,
     ) -> RaggedBatch:
         """Add what the roles are asked for (see `asked_before`); those with devices of their own work at the same
-        time. With `taught` the teacher reads these rows in the place of the batch's."""
+        time. With `taught` the teacher reads these rows in the place of the batch's; of several teachers each reads
+        its own (`judged`)."""
         groups = {
             "policy": self.policy,
             "reference": self.reference,
             "teacher": self.teacher,
             "critic": self.critic,
-        }
+        } | {TEACHER + name: group for name, group in self.teachers.items()}
+        judged = judged or {}
 
         def begin(role: str) -> Begun[RowColumns]:
             if role == "reference" and self.reference_is_policy:
@@ -201,15 +213,23 @@ class Trainer:
             group, rows = groups[role], batch
             if role == "teacher" and taught is not None and taught.rows is not None:
                 rows = taught.rows
+            if role.startswith(TEACHER):
+                rows = batch.select(judged[role.removeprefix(TEACHER)])
             if group is None:
                 raise RuntimeError(f"the run has no {role} to ask for {', '.join(asked[role])}")
             return group.begin_score_rows(rows, asked[role])
 
-        asked = dict(asked)
+        # A teacher of which no prompt of the step is has nothing to do.
+        idle = {TEACHER + name for name in self.teachers if name not in judged}
+        asked = {role: outputs for role, outputs in asked.items() if role not in idle}
+        said: dict[str, RaggedColumn] = {}
         if taught is not None and taught.rows is None:
             del asked["teacher"]
             batch = batch.with_columns(**taught.columns(None, batch.lengths))
         for role, found in self._together(list(asked), begin).items():
+            if role.startswith(TEACHER):
+                said[role.removeprefix(TEACHER)] = _by_token(found["log_probs"])
+                continue
             prefix = {"policy": "old_", "reference": "ref_", "teacher": "teacher_", "critic": ""}[role]
             if missing := set(asked[role]) - set(found):
                 raise RuntimeError(f"the {role} was asked for {', '.join(sorted(missing))} and did not return it")
@@ -220,7 +240,7 @@ class Trainer:
             if "routed_experts" in found:  # routing replay: the update takes the same experts
                 columns["routed_experts"] = found["routed_experts"]
             batch = batch.with_columns(**columns)
-        return batch
+        return batch.with_columns(**joined_judgements(said, judged, batch.rows)) if said else batch
 
     @property
     def learns_from_pairs(self) -> bool:
@@ -310,8 +330,8 @@ class Trainer:
 
     def take_idle_seconds(self) -> dict[str, float]:
         """Seconds since the last call in which a role had nothing to do, by role."""
-        groups = [self.policy, self.critic, self.reference, self.teacher, *self.rewards]
-        # The reward of a part is called `reward <part>`.
+        groups = [self.policy, self.critic, self.reference, self.teacher, *self.teachers.values(), *self.rewards]
+        # The reward of a part is called `reward <part>`, one of several teachers `teacher <name>`.
         return {group.name.replace(" ", "/"): group.take_idle_seconds() for group in groups if group is not None}
 
     def memory(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from rlhf_core import (
     ROLLOUT_BACKENDS,
@@ -22,7 +22,7 @@ from rlhf_core import (
 )
 from rlhf_rollout import ModelRewardConfig
 
-from rlhf_launch.config.placement import REWARD, EnginePlacement
+from rlhf_launch.config.placement import REWARD, TEACHER, EnginePlacement, is_training
 from rlhf_launch.config.reward import RewardSection
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.config.weight_sync import WeightSyncSection
@@ -34,8 +34,9 @@ from rlhf_launch.workers.rollout_engine import RolloutWorker
 from rlhf_launch.workers.rollout_part import RolloutPart
 from rlhf_launch.workers.train_rank import TrainWorker
 
-TrainRole = Literal["policy", "critic", "reference", "teacher"]
-"""The training roles of a run, reward models aside. To its engine a teacher is a reference."""
+TrainRole = str
+"""The training roles of a run, reward models aside: `policy`, `critic`, `reference`, `teacher` or, where there are
+several, `teacher <name>`. To its engine a teacher is a reference."""
 
 
 def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: TrainRole) -> list[WorkerPlan]:
@@ -43,10 +44,11 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Train
     trained = role in ("policy", "critic")
     lora, placed = config.model.lora, config.placement.of(role)
     ranks = ranks_of(config, role)
+    kind: Role = "policy" if role == "policy" else "critic" if role == "critic" else "reference"
     shared_rows = config.train.sequence_parallel_size
     own = placed.options if isinstance(placed, EnginePlacement) else {}
     engine_config = replace(
-        _engine_config(config, backends, model_of(config, role), "reference" if role == "teacher" else role),
+        _engine_config(config, backends, model_of(config, role), kind),
         optimizer=_optimizer_of(config, role),
         gradient_checkpointing=config.train.gradient_checkpointing,
         # A frozen reference takes no adapters, but starts from the same 4-bit weights as the policy; a teacher is
@@ -70,7 +72,9 @@ def training_plans(config: OnlineConfig, backends: ResolvedBackends, role: Train
             f"the reference is the policy with its adapters off, and the engine {backends.engine} cannot score so; "
             f"name a reference with workers of its own: model.reference={config.model.path}"
         )
-    return rank_plans(role, backends.engine, engine_config, ranks=ranks, room=_room(config, role))
+    room = _room(config, role)
+    plans = rank_plans(role.replace(" ", "-"), backends.engine, engine_config, ranks=ranks, room=room)
+    return [replace(plan, role=role, devices=room.devices or role) for plan in plans]
 
 
 def ranks_of(config: OnlineConfig, role: TrainRole) -> int:
@@ -369,7 +373,7 @@ def weight_buffer_bytes(device: str, weights: WeightSyncSection | None, *, share
 
 def roles_of(config: OnlineConfig) -> list[TrainRole]:
     """The training roles of a run, the policy first; reward models have plans of their own."""
-    return [role for role in get_args(TrainRole) if role in config.roles]
+    return [role for role in config.roles if is_training(role)]
 
 
 def model_of(config: OnlineConfig, role: TrainRole) -> str:
@@ -381,6 +385,7 @@ def model_of(config: OnlineConfig, role: TrainRole) -> str:
         "reference": model.reference or model.path,
         "critic": model.critic or (judges or [model.path])[0],
         "teacher": model.teacher or model.path,
+        **{TEACHER + name: path for name, path in model.teachers.items()},
     }
     return start[role]
 

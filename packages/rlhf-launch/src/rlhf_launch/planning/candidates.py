@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from rlhf_launch.config.placement import REWARD, EnginePlacement, OnlinePlacementSection
+from rlhf_launch.config.placement import REWARD, TEACHER, EnginePlacement, OnlinePlacementSection, key_of
 from rlhf_launch.config.run import OnlineConfig
 
 Grouping = Literal["separate", "pairs", "together"]
@@ -75,7 +75,7 @@ def device_sets_of(grouping: Grouping, roles: tuple[str, ...]) -> list[tuple[str
     if grouping == "separate":
         return [(role,) for role in roles]
     rewards = tuple(role for role in roles if role.startswith(REWARD))
-    pairs = [("policy", *(role for role in roles if role in ("reference", "teacher")))]
+    pairs = [("policy", *(role for role in roles if role in ("reference", "teacher") or role.startswith(TEACHER)))]
     pairs += [("critic", *rewards)] if "critic" in roles else [(role,) for role in rewards]
     return [*pairs, ("rollout",)]
 
@@ -191,19 +191,12 @@ def applied(config: OnlineConfig, one: Candidate) -> OnlineConfig:
 def _placement(config: OnlineConfig, one: Candidate) -> OnlinePlacementSection:
     placement = config.placement
     partners = {role: members[0] for members in device_sets_of(one.grouping, config.roles) for role in members[1:]}
-    alone: dict[str, Any] = {}
-    reward: dict[str, Any] = dict(placement.reward)
     for role in config.roles:
-        placed = placement.of(role)
-        partner = partners.get(role)
-        changed = replace(placed, colocate_with=partner)
+        changed = replace(placement.of(role), colocate_with=partners.get(role))
         if isinstance(changed, EnginePlacement):
             changed = replace(changed, ranks=one.ranks[role])
-        if role.startswith(REWARD):
-            reward[role.removeprefix(REWARD)] = changed
-        else:
-            alone[role] = changed
-    return replace(placement, layout="written", reward=reward, **alone)
+        placement = placement.with_role(role, changed)
+    return replace(placement, layout="written")
 
 
 def fragment(config: OnlineConfig, written: OnlineConfig) -> str:
@@ -215,18 +208,16 @@ def fragment(config: OnlineConfig, written: OnlineConfig) -> str:
     """
     train, rollout = config.train, config.rollout
     placement: dict[str, Any] = {"layout": "written"}
-    rewards: dict[str, Any] = {}
     for role in config.roles:
         placed = config.placement.of(role)
         said: dict[str, Any] = {"colocate_with": placed.colocate_with}
         if isinstance(placed, EnginePlacement):
             said["ranks"] = placed.ranks
-        if role.startswith(REWARD):
-            rewards[role.removeprefix(REWARD)] = said
+        group, _, name = key_of(role).partition(".")
+        if name:
+            placement.setdefault(group, {})[name] = said
         elif said != {"colocate_with": None} or written.placement.of(role).colocate_with:
             placement[role] = said
-    if rewards:
-        placement["reward"] = rewards
     found = {
         "train": {
             "ranks": train.ranks,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlhf_core import ResourceError
 
+from rlhf_launch.config.placement import is_training
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.placement.resolve import ResolvedBackends
 from rlhf_launch.planning.calibration import Calibration, Seconds, longer_phases, predicted, published_calibration
@@ -107,7 +108,7 @@ def overlap_line(config: OnlineConfig, seconds: Mapping[str, Seconds]) -> str:
         seconds: of its phases.
     """
     beside = {role for members in config.shared if "rollout" in members for role in members}
-    if others := sorted(beside & {"policy", "critic", "reference", "teacher"}):
+    if others := sorted(role for role in beside if is_training(role)):
         return f"overlap: not here, where generation shares its devices with {', '.join(others)}"
     turns = sum(one.value for name, one in seconds.items() if name != "step")
     overlapped = sum(seconds[name].value for name in longer_phases(seconds))

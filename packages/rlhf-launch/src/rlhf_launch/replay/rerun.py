@@ -17,7 +17,7 @@ from rlhf_launch.bundles.bundle import Bundle, read_bundle
 from rlhf_launch.bundles.trace import StepTrace
 from rlhf_launch.config.run import OnlineConfig
 from rlhf_launch.online.metrics import PhaseClock
-from rlhf_launch.online.setup import plan_of, teacher_prompts
+from rlhf_launch.online.setup import plan_of, several_teachers, teacher_prompts
 from rlhf_launch.online.trainer import Trainer
 from rlhf_launch.placement.plans import TrainRole, roles_of
 from rlhf_launch.replay.parting import (
@@ -118,6 +118,7 @@ class _Rerun:
             needed["model.critic"] = model.critic
         if model.teacher is not None:
             needed["model.teacher"] = model.teacher
+        needed |= {f"model.teachers.{name}": path for name, path in model.teachers.items()}
         for key, path in needed.items():
             check_model_path(path, what=key)
 
@@ -174,6 +175,7 @@ class _Rerun:
             reference=groups.get("reference"),
             reference_is_policy=config.reference_is_policy,
             teacher=groups.get("teacher"),
+            teachers=several_teachers(groups),
             teacher_prompts=teacher_prompts(config),
             scored=config.is_scored,
             recipe=config.recipe,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhf_launch.config.placement import REWARD
+from rlhf_launch.config.placement import REWARD, TEACHER
 
 ROLLOUT = "rollout"
 """The name of all rollout engines together, beside those of the training engines."""
@@ -143,7 +143,7 @@ def turns_by_phase(roles: Sequence[str], shared: Sequence[Collection[str]]) -> d
     Rewards are scored while samples arrive, so their models are needed together with the rollout engines.
 
     Args:
-        roles: of the run: `policy`, `critic`, `reference`, `teacher`, reward models by name, `rollout`.
+        roles: of the run: `policy`, `critic`, `reference`, teachers, reward models by name, `rollout`.
         shared: sets of those that share devices.
 
     >>> roles = ["policy", "critic", "reference", "reward model", "rollout"]
@@ -151,7 +151,8 @@ def turns_by_phase(roles: Sequence[str], shared: Sequence[Collection[str]]) -> d
     [['policy', 'critic'], ['reference']]
     """
     sharing = set[str]().union(*shared)
-    training = [role for role in ("policy", "reference", "teacher", "critic") if role in roles]
+    teachers = [role for role in roles if role == "teacher" or role.startswith(TEACHER)]
+    training = [role for role in ("policy", "reference", *teachers, "critic") if role in roles]
     samplers = [role for role in roles if role == ROLLOUT or role.startswith(REWARD)]
     phases = {
         "generate": [samplers],
