@@ -50,8 +50,8 @@ def distilling(settings, able):
     settings["model"] = {"path": str(folder / "student"), "teachers": teachers}
     settings["data"] = {"train": {"path": str(folder / "prompts.jsonl"), "columns": {"teacher": "side"}}}
     settings["algorithm"] = {"name": "on_policy_distillation"}
-    settings["rollout"] |= {"samples_per_prompt": 4, "sampling": {"max_tokens": 4}}
-    settings["train"] |= {"prompts_per_step": 10, "steps": 25, "optimizer": {"learning_rate": 3e-3}}
+    settings["rollout"] |= {"samples_per_prompt": 16, "sampling": {"max_tokens": 3}}
+    settings["train"] |= {"prompts_per_step": 10, "steps": 60, "optimizer": {"learning_rate": 5e-3}}
     return settings
 
 
@@ -82,7 +82,7 @@ def test_each_prompt_learns_from_the_teacher_that_it_names(distilling, make_conf
 @pytest.mark.stack
 def test_columns_are_those_of_each_teacher_and_a_step_replays(distilling, make_config, able):
     _, teachers = able
-    distilling["train"] |= {"steps": 2, "prompts_per_step": 3, "minibatches": 2}
+    distilling["train"] |= {"steps": 2, "prompts_per_step": 3, "minibatches": 2, "optimizer": {"learning_rate": 1e-3}}
     run = train(make_config(distilling, bundles={"every": 1}, checkpoint={"every": 1}))
     seen = set()
     for step in (1, 2):
