@@ -395,7 +395,7 @@ def test_overlap_refuses_what_it_cannot_correct(settings, make_config):
         make_config(settings, algorithm="dppo", rollout__sampling={"max_tokens": 8, "top_p": 0.9})
     for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         sampling = {"max_tokens": 8, penalty: 1.5}
-        with pytest.raises(ConfigError, match="penalties; leave them out"):
+        with pytest.raises(ConfigError, match="json_schema; leave them out"):
             make_config(settings, rollout__sampling=sampling, **overlap)
         with pytest.raises(ConfigError, match="old_log_probs: trainer"):
             make_config(settings, algorithm="dppo", rollout__sampling=sampling)
