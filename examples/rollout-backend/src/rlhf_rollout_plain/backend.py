@@ -121,6 +121,8 @@ class PlainBackend:
             (sampling.stop, "the plain backend has no stop strings; use stop_token_ids"),
             (sampling.meaning.truncated, "the plain backend has no top_p, top_k and min_p; leave them off"),
             (sampling.meaning.penalised, "the plain backend has no penalties; leave them off"),
+            (sampling.json_schema, "the plain backend keeps samples to no JSON Schema; leave it out"),
+            (request.images, "the plain backend reads no images; send text alone"),
             (
                 len(request.prompt_token_ids) >= self._config.max_model_len,
                 f"a prompt of {len(request.prompt_token_ids)} tokens leaves no room within "

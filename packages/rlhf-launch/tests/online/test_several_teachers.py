@@ -82,7 +82,8 @@ def test_each_prompt_learns_from_the_teacher_that_it_names(distilling, make_conf
 @pytest.mark.stack
 def test_columns_are_those_of_each_teacher_and_a_step_replays(distilling, make_config, able):
     _, teachers = able
-    distilling["train"] |= {"steps": 2, "prompts_per_step": 3, "minibatches": 2, "optimizer": {"learning_rate": 1e-3}}
+    distilling["train"] |= {"steps": 2, "prompts_per_step": 3, "minibatches": 2}
+    distilling["train"]["optimizer"] = {"learning_rate": 1e-3}
     run = train(make_config(distilling, bundles={"every": 1}, checkpoint={"every": 1}))
     seen = set()
     for step in (1, 2):

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_core import (
     PARTIAL_SYNCS,
     BackendCapabilities,
+    CapabilityError,
     ConfigError,
     DeadlineExceeded,
     EngineDiedError,
@@ -219,7 +220,14 @@ class RolloutPool:
 
         Raises:
             EngineDiedError: no engine is left and none can be had.
+            CapabilityError: the request asks for what the engines do not have.
         """
+        if request.sampling.json_schema and not all(one.json_schema for one in self._capabilities):
+            # A backend that was written before there were schemas would pass over it.
+            raise CapabilityError(
+                f"request {request.request_id!r}: the rollout backend keeps samples to no JSON Schema; leave it out, "
+                "or use vllm"
+            )
         result = await self._generate(request)
         # Samples stay for steps, some for longer than the cluster whose store they came in, which has little room.
         samples = [sample.owned() for sample in result.samples]
