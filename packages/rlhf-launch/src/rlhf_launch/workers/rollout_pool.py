@@ -225,8 +225,8 @@ class RolloutPool:
         if request.sampling.json_schema and not all(one.json_schema for one in self._capabilities):
             # A backend that was written before there were schemas would pass over it.
             raise CapabilityError(
-                f"request {request.request_id!r}: the rollout backend keeps samples to no JSON Schema; leave it out, "
-                "or use vllm"
+                f"request {request.request_id!r}: the rollout backend keeps samples to no JSON Schema; leave it "
+                "out, or use vllm"
             )
         result = await self._generate(request)
         # Samples stay for steps, some for longer than the cluster whose store they came in, which has little room.
