@@ -106,6 +106,17 @@ def test_a_model_of_text_is_not_asked_about_images(looking, make_config, folder)
         check_inputs(make_config(looking))
 
 
+def test_the_token_of_an_image_in_a_prompt_without_images_is_refused(looking, make_config, seen, tmp_path):
+    for name in ("prompts.jsonl", "0.png"):
+        (tmp_path / name).write_bytes((seen / name).read_bytes())
+    line = (seen / "prompts.jsonl").read_text().splitlines()[0]
+    rows = [line] * 16 + [json.dumps({"prompt": f"{MARK} none", "colour": "r"})]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    looking["data"]["train"] = str(tmp_path / "prompts.jsonl")
+    with pytest.raises(DataError, match="prompt 16 has the token of an image in its text, and no image"):
+        check_inputs(make_config(looking))
+
+
 @pytest.mark.stack
 def test_what_is_on_a_picture_is_learnt_by_vllm_and_deepspeed(looking, tmp_path):
     looking["rollout"] |= {"backend": "vllm", "options": {"limit_mm_per_prompt": {"image": 1, "video": 0}}}
