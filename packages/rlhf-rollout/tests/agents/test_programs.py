@@ -1,6 +1,7 @@
 """Episodes of programs: sessions become samples, whatever a program does hurts its own episode alone."""
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -251,13 +252,13 @@ if how == "well":
 """
 
 
-def command(how, *, timeout_s=20.0, **metadata):
+def command(how, *, timeout_s=20.0, image=None, **metadata):
     from rlhf_rollout.agents.commands import run_command
 
     task = {"metadata": {"how": how, **metadata}, "prompt": "hi"}
     variables = {"OPENAI_API_KEY": "k", "OPENAI_BASE_URL": "u", "ANTHROPIC_API_KEY": "k", "ANTHROPIC_BASE_URL": "r"}
     words = [sys.executable, "-I", "-S", "-c", SCRIPT]
-    return asyncio.run(run_command(words, variables, task, timeout_s=timeout_s))
+    return asyncio.run(run_command(words, variables, task, timeout_s=timeout_s, image=image))
 
 
 def test_a_command_has_its_task_and_nothing_else_of_ours(monkeypatch):
@@ -294,6 +295,67 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path):
         beats = note.stat().st_size
         time.sleep(0.3)
         assert note.stat().st_size == beats > 0
+
+
+RUNTIME = """#!{python}
+# Stands in for docker: runs the command of `run` with the variables that are named, and writes its words down.
+import json, os, sys
+words = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(json.dumps(words) + "\\n")
+if words[0] == "run":
+    if "my/image" not in words:
+        os._exit(125)
+    names = [words[at + 1] for at, word in enumerate(words) if word == "--env"]
+    at = words.index("my/image")
+    os.execve(words[at + 1], words[at + 1:], {{name: os.environ[name] for name in names}})
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """What it was called with, call by call."""
+    log, docker = tmp_path / "log", tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(RUNTIME.format(log=str(log), python=sys.executable))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_command_in_a_container_has_its_variables_and_a_folder_for_its_result(runtime):
+    found = command("well", image="my/image")
+    shown = {name for name in found["names"] if name not in ("PWD", "LC_CTYPE")}
+    assert shown == {"ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL", "RLHF_TASK"}
+    run, remove = runtime()
+    folder = os.path.dirname(found["task"]["result"])
+    for words in (
+        ["--network", "host"],
+        ["--pull", "never"],
+        ["--mount", f"type=bind,source={folder},target={folder}"],
+    ):
+        at = run.index(words[0])
+        assert run[at + 1] == words[1]
+    assert not any(word == "k" or word.startswith("OPENAI_API_KEY=") for word in run), "no key on a command line"
+    assert remove == ["rm", "--force", run[run.index("--name") + 1]]
+    assert not os.path.exists(folder)
+
+
+def test_a_container_that_hangs_or_does_not_start_is_removed(runtime, tmp_path):
+    with pytest.raises(EnvironmentTooSlow):
+        command("hang", timeout_s=0.5, image="my/image", note=str(tmp_path / "beats"))
+    with pytest.raises(EnvironmentFailed, match="ended with code 125"):
+        command("well", image="another/image")
+    assert [call[0] for call in runtime()] == ["run", "rm", "run", "rm"]
+
+
+def test_without_a_runtime_containers_are_refused_before_the_first_episode(monkeypatch):
+    config = AgentConfig(command=("python", "x.py"), container="my/image")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="neither is installed here"):
+        config.check()
+    with pytest.raises(ConfigError, match="container has no meaning beside program"):
+        AgentConfig(program="m:f", container="my/image")
 
 
 CLIENT = """

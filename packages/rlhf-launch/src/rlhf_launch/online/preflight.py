@@ -175,8 +175,8 @@ def _check_images(
     for prompt in train.prompts:
         if prompt.shown is None and any(prompt.token_ids.count(token) for token in first.token_ids):
             raise DataError(
-                f"{config.data.description}: prompt {prompt.prompt_id} has the token of an image in its text, and no "
-                "image; to the trainer's model it would be the place of one of another row; take it out"
+                f"{config.data.description}: prompt {prompt.prompt_id} has the token of an image in its text, and "
+                "no image; to the trainer's model it would be the place of one of another row; take it out"
             )
     for other in others:
         if other.layout != first.layout:

@@ -11,6 +11,8 @@ from typing import Any, Literal, cast, get_args
 
 from rlhf_core import ConfigError, Environment, load_object
 
+from rlhf_rollout.agents.containers import container_runtime
+
 OnError = Literal["raise", "drop", "retry"]
 OnDeadline = Literal["raise", "drop", "retry", "keep"]
 _POSITIVE = (
@@ -43,6 +45,9 @@ class AgentConfig:
     command: tuple[str, ...] = ()
     """A program of any kind, started for every episode in a session of its own and killed at its end with all that
     it started. It finds the model and its task in its environment variables; see docs/agents.md."""
+    container: str | None = None
+    """Image in which the command runs, in a container of docker or podman with the host's network. It must be on
+    the machine. None runs the command as a process."""
     max_sampled_tokens: int | None = None
     """Tokens that the model says in an episode of a program or a command at most; None sets no limit."""
     max_turns: int = 8
@@ -101,6 +106,7 @@ class AgentConfig:
             "environment_options": kind != "environment" and bool(self.environment_options),
             "max_observation_tokens": kind != "environment" and self.max_observation_tokens is not None,
             "isolate": kind != "environment" and self.isolate != "none",
+            "container": kind != "command" and self.container is not None,
             "program_options": kind != "program" and bool(self.program_options),
             "max_sampled_tokens": kind == "environment" and self.max_sampled_tokens is not None,
         }
@@ -129,6 +135,8 @@ class AgentConfig:
                 self.environment_maker()
         elif self.program is not None:
             self.program_function()
+        elif self.container is not None:
+            container_runtime()
         elif shutil.which(self.command[0]) is None:
             raise ConfigError(f"agent: there is no command {self.command[0]!r} here; install it, or write its path")
 

@@ -241,7 +241,9 @@ class ProgramLoop:
             "model": task.model,
             "sample_id": task.sample_id,
         }
-        return await run_command(self._config.command, variables, described, timeout_s=limit)
+        return await run_command(
+            self._config.command, variables, described, timeout_s=limit, image=self._config.container
+        )
 
     def _drop(self, session_id: str) -> None:
         with contextlib.suppress(ConfigError):  # nobody used it for so long that it is gone
