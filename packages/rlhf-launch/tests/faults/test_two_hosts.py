@@ -63,7 +63,7 @@ from rlhf_launch.workers.handles import close_workers
 config = RolloutConfig(model=sys.argv[1], max_model_len=4096, max_num_seqs=8, pipeline_parallel_size=2, hosts=2)
 cluster = RayCluster("10.77.0.1:{two_hosts.PORT}")
 (handle,) = cluster.place(engine_plans("vllm", config, room=WorkerRoom(cpus=1)))
-handle.call("start").result(timeout=300)
+handle.call("start").result(timeout=600)
 can = handle.call("capabilities").result(timeout=240)
 print("state", can.shares_memory or "shm" in can.transports, can.receivers, flush=True)
 def generate(tokens):
@@ -165,7 +165,7 @@ def driven_until_the_second_is_lost(hosts, program, *arguments):
         stderr=subprocess.STDOUT,
         text=True,
     ) as driver:
-        patience = threading.Timer(600, driver.kill)
+        patience = threading.Timer(780, driver.kill)
         patience.start()
         for line in driver.stdout:
             lines.append(line)
