@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from interruptions import paused_amid
 from rlhf_core import (
     CapabilityError,
     ConfigError,
@@ -161,10 +162,7 @@ def test_kept_requests_go_on_under_the_new_weights_with_exact_log_probs(
     trainer.perturb()
 
     async def interrupted() -> GenerationResult:
-        task = asyncio.create_task(backend.generate(asked))
-        await asyncio.sleep(0.1)
-        await backend.pause("keep")
-        assert not task.done()
+        task = await paused_amid(backend, asked)
         await sync(backend, trainer, version=after)
         await backend.resume()
         return await task
@@ -202,10 +200,7 @@ def test_asleep_it_needs_no_memory_for_its_cache_and_running_requests_go_on_afte
     places = {begin: storage.nbytes() for begin, storage in caches.items()}
 
     async def with_a_nap() -> tuple[GenerationResult, int]:
-        task = asyncio.create_task(backend.generate(asked))
-        await asyncio.sleep(0.1)
-        await backend.pause("keep")
-        assert not task.done()
+        task = await paused_amid(backend, asked)
         awake = sum(resident(begin, size) for begin, size in places.items())
         await backend.sleep()
         await backend.sleep()

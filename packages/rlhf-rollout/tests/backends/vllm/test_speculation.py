@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interruptions import paused_amid
 from rlhf_core import (
     CapabilityError,
     ConfigError,
@@ -70,10 +71,7 @@ def test_versions_change_between_tokens(backend: VLLMBackend, model_path: str) -
     trainer.perturb()
 
     async def amid() -> GenerationResult:
-        task = asyncio.create_task(backend.generate(asked))
-        await asyncio.sleep(0.1)
-        await backend.pause("keep")
-        assert not task.done()
+        task = await paused_amid(backend, asked)
         await sync(backend, trainer)
         await backend.resume()
         return await task

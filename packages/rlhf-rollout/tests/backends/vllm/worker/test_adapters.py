@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_trainer import AdaptedTrainer, Merged, OnlyAdapter
+from interruptions import paused_amid
 from rlhf_core import (
     CapabilityError,
     ConfigError,
@@ -122,10 +123,7 @@ def test_kept_requests_go_on_with_the_new_adapter(backend: VLLMBackend, trainer:
     trainer.perturb()
 
     async def interrupted() -> GenerationResult:
-        task = asyncio.create_task(backend.generate(asked))
-        await asyncio.sleep(0.1)
-        await backend.pause("keep")
-        assert not task.done()
+        task = await paused_amid(backend, asked)
         await sync_adapter(backend, trainer)
         await backend.resume()
         return await task
