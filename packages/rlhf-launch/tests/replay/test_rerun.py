@@ -170,8 +170,8 @@ def test_a_step_that_failed_is_kept_and_fails_again(kept, make_config, tmp_path,
     """The critic's values are spoilt on their way into the step."""
     score = Trainer.score
 
-    def spoilt(self, batch, asked, taught):
-        scored = score(self, batch, asked, taught)
+    def spoilt(self, *given):
+        scored = score(self, *given)
         return scored.with_columns(values=scored["values"] * float("nan"))
 
     monkeypatch.setattr(Trainer, "score", spoilt)
