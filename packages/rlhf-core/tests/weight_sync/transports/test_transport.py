@@ -64,7 +64,8 @@ import os, signal, sys
 from rlhf_core import Link, WeightManifest, join_link, receive_weights
 from rlhf_core.testing.transport import Source
 
-kind, address, receivers, rank, die_after = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+kind, address = sys.argv[1:3]
+receivers, rank, die_after, size, bucket_bytes = map(int, sys.argv[3:])
 link = Link(kind=kind, address=address, receivers=receivers, timeout_s=60)
 receiver = join_link(link, rank)
 buckets = 0
@@ -80,16 +81,16 @@ def load(pairs):
     assert all((tensor == expected.tensors[name]).all() for name, tensor in pairs), "wrong values"
 
 for version in (1, 2):
-    expected = Source([40_000] * 3, version)
-    receive_weights(expected.manifest(), receiver, load)
+    expected = Source([size] * 3, version)
+    receive_weights(expected.manifest(bucket_bytes=bucket_bytes), receiver, load)
     print("version", version, flush=True)
 """
 
 
-def start_receiver(link, rank, die_after=0):
+def start_receiver(link, rank, die_after=0, size=40_000, bucket_bytes=4096):
     command = [sys.executable, "-c", RECEIVER, link.kind, link.address]
-    command += [str(link.receivers), str(rank), str(die_after)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command += map(str, (link.receivers, rank, die_after, size, bucket_bytes))
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm", "disk"])
@@ -131,6 +132,33 @@ def test_a_receiver_that_stands_still_and_is_ended_frees_the_sender_with_the_rea
         sender.close()
         process.kill()
         process.communicate()
+
+
+def test_a_sender_that_closes_amid_a_transfer_frees_the_receivers_that_live():
+    """Another one stands still, so that the transfer is not over; those that live must not wait for their deadline:
+    whoever runs them would take them for dead."""
+    sender = open_sender("gloo", receivers=2, timeout_s=120)
+    size, bucket_bytes = 4_000_000, 16_000_000  # more than sockets hold
+    processes = [start_receiver(sender.link, rank, size=size, bucket_bytes=bucket_bytes) for rank in range(2)]
+    try:
+        sender.accept()
+        first, second = Source([size] * 3, 1), Source([size] * 3, 2)
+        send_weights(first, first.manifest(bucket_bytes=bucket_bytes), sender)
+        processes[1].send_signal(signal.SIGSTOP)
+        sending = Beside(lambda: send_weights(second, second.manifest(bucket_bytes=bucket_bytes), sender))
+        time.sleep(0.5)
+        assert sending.running
+        sender.close()
+        with pytest.raises(WeightSyncError):
+            sending.result(30)
+        _, errors = processes[0].communicate(timeout=120)
+        assert "WeightSyncError: the sender closed the gloo weight link" in errors
+        assert "DeadlineExceeded" not in errors
+    finally:
+        sender.close()
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_an_nccl_group_cannot_end_the_process_and_leaves_others_as_they_are(monkeypatch):

@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +44,9 @@ _WATCHDOG = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _WATCHDOG_SLACK = 100.0
+_SENDER_LEFT = "sender/left"
+_ASK_S = 0.25
+"""How often a receiver that waits looks for the sender's note."""
 
 
 class GroupTransport:
@@ -180,6 +185,9 @@ class GroupSender:
         if self._guard is not None:
             self._guard.close()
         self._group = _closed(self._group, self.link, unfinished)
+        if self._board is not None:
+            with contextlib.suppress(WeightSyncError):
+                self._board.post(_SENDER_LEFT)
         self._board = None
 
 
@@ -191,17 +199,20 @@ class _Sending:
     guard: TransferGuard
 
     def wait(self) -> None:
-        if self.work is None:
-            raise WeightSyncError(f"the weight link at {self.link.address} is closed")
         # The work's own wait is one of streams with NCCL. With Gloo it lasts until the link's deadline if the
         # receiver went before the connection was complete, and aborting the group does not end it.
-        self.guard.wait(self.work)
+        self.guard.wait(self._open_work())
         try:
             with _failing(self.link, "sending weights"):
-                self.work.wait()
+                self._open_work().wait()
         except RLHFError:
             self.guard.check()  # if it was ended from there, for what
             raise
+
+    def _open_work(self) -> Any:
+        if self.work is None:
+            raise WeightSyncError(f"the weight link at {self.link.address} is closed")
+        return self.work
 
 
 class GroupReceiver:
@@ -247,13 +258,23 @@ class GroupReceiver:
             yield flat
 
     def _await_arrival(self) -> None:
-        """With NCCL, waiting for the work only orders streams; what waits for the device then waits for ever."""
-        if self._link.kind != "nccl":
-            return
-        if not look_until(self._arriving.is_completed, timeout_s=self._link.timeout_s):
-            raise DeadlineExceeded(
-                f"waited {self._link.timeout_s:g} s for weights to come over nccl at {self._link.address}"
-            )
+        """Look at the broadcast until it is over.
+
+        With NCCL, waiting for the work only orders streams; what waits for the device then waits for ever. With
+        Gloo, connections outlive a sender that closed amid a transfer to another receiver, and waiting for the work
+        would last until the link's deadline; so the sender's note is looked for as well.
+        """
+        arriving, link = self._arriving, self._link
+        deadline = time.monotonic() + link.timeout_s
+        while not look_until(arriving.is_completed, timeout_s=_ASK_S):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"waited {link.timeout_s:g} s for weights to come over {link.kind} at {link.address}"
+                )
+            if self._board is not None and self._board.seen(_SENDER_LEFT) is not None:
+                raise WeightSyncError(
+                    f"the sender closed the {link.kind} weight link at {link.address} in the middle of a sync"
+                )
 
     def close(self) -> None:
         """See Receiver."""
@@ -296,25 +317,42 @@ def _closed(group: Any, link: Link, unfinished: list[Any]) -> None:
     if link.kind == "nccl":
         group.abort()
     elif unfinished:
-        _ENDING.append((group, unfinished))
-    _let_go()
+        _ENDING.keep(group, unfinished)
 
 
-_ENDING: list[tuple[Any, list[Any]]] = []
-"""Groups that were left in the middle of transfers, with these."""
+class _Ending:
+    """Groups that were left in the middle of transfers, each held by a thread until these are over."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._stopped = threading.Event()
+
+    def keep(self, group: Any, unfinished: list[Any]) -> None:
+        """Hold a group until its transfers are over, which its link's deadline sees to at the latest."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(
+            target=self._outlast, args=(group, unfinished), name="weight-link-ending", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def keep_all_to_the_end(self) -> None:
+        """Let no group be dropped while the interpreter ends: it would hold that up, or end the process in it."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _outlast(self, group: Any, unfinished: list[Any]) -> None:
+        while not all(work.is_completed() for work in unfinished):
+            if self._stopped.wait(_LOOK_S):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                return
 
 
-def _let_go() -> None:
-    """Drop the groups whose transfers are over by now, which their links' deadlines see to."""
-    _ENDING[:] = [one for one in _ENDING if not all(work.is_completed() for work in one[1])]
+_ENDING = _Ending()
+_LOOK_S = 0.02
 
-
-@atexit.register
-def _keep_to_the_end() -> None:
-    """Let no group be dropped while the interpreter ends, which it would hold up."""
-    _let_go()
-    for group, _ in _ENDING:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+atexit.register(_ENDING.keep_all_to_the_end)
 
 
 @contextlib.contextmanager
