@@ -41,7 +41,7 @@ def cluster():
 def workers(cluster):
     plans = [WorkerPlan(name=f"policy-{i}", worker=Sleeper, arguments=(), cpus=0.25) for i in range(3)]
     handles = cluster.place(plans)
-    found = Waits(60).call_all(handles, "whereabouts", what="say where they are")
+    found = Waits(300).call_all(handles, "whereabouts", what="say where they are")
     assert {address for _, address in found} == {cluster._ray.util.get_node_ip_address()}
     return handles, [pid for pid, _ in found]
 

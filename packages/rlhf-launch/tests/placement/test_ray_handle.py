@@ -54,7 +54,7 @@ def plan(name, **settings):
 
 def test_results_errors_and_deaths_come_back_as_what_they_are(cluster):
     first, second = cluster.place([plan("first"), plan("second")])
-    waits = Waits(60)
+    waits = Waits(300)
     assert waits.gather([first.call("greet"), second.call("greet")], what="greetings") == [
         ("first", "hello"),
         ("second", "hello"),
@@ -98,18 +98,18 @@ def test_a_busy_worker_gives_its_pulse(cluster):
         WorkerPlan(name="coroutines", worker=Coroutines, arguments=(), cpus=0.25, concurrency=100),
     ]
     busy, coroutines = cluster.place(plans)
-    assert Waits(60).gather([coroutines.call("count") for _ in range(3)], what="counts") == [3, 3, 3]
+    assert Waits(300).gather([coroutines.call("count") for _ in range(3)], what="counts") == [3, 3, 3]
     sleeping = [busy.call("sleep", 6.0), coroutines.call("block", 6.0)]
     idle = True
     while idle:  # calls take their time to arrive on a busy machine
-        first, second = Waits(60).gather([busy.pulse(), coroutines.pulse()], what="pulses")
+        first, second = Waits(300).gather([busy.pulse(), coroutines.pulse()], what="pulses")
         assert not any(call.done() for call in sleeping)
         idle = "nothing" in (first.doing, second.doing)
     assert "sleep since" in first.doing
     assert "test_ray_handle.py" in first.stack
     assert "block since" in second.doing
     assert "test_ray_handle.py" in second.stack
-    assert Waits(60).gather(sleeping, what="the end") == ["slept", "slept"]
+    assert Waits(300).gather(sleeping, what="the end") == ["slept", "slept"]
     close_workers([busy, coroutines])
 
 

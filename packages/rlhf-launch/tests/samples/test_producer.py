@@ -238,7 +238,7 @@ def test_samples_that_were_given_up_start_again_where_penalties_count_their_toke
             return replace(result, samples=(result.samples[0], early))
 
     engine = GivesUpOnce(script=lambda request, index: (7, 8, 9))
-    pool = RolloutPool([LocalHandle("rollout-0", lambda: engine)], waits=Waits(20))
+    pool = RolloutPool([LocalHandle("rollout-0", lambda: engine)], waits=Waits(60))
     pool.start()
     for penalty, starts_again in (({"frequency_penalty": 0.5}, True), ({"repetition_penalty": 1.5}, False)):
         sampling = SamplingConfig(max_tokens=8, **penalty)

@@ -17,7 +17,7 @@ class Rank:
 
 def begun(role, *calls, conclude=sum):
     ranks = [Rank(f"{role}-{index}") for index in range(len(calls))]
-    return Begun(what=f"{role} to add", calls=calls, workers=ranks, waits=Waits(10), conclude=conclude)
+    return Begun(what=f"{role} to add", calls=calls, workers=ranks, waits=Waits(60), conclude=conclude)
 
 
 def done(value):

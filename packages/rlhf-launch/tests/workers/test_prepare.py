@@ -49,7 +49,7 @@ def group(request, monkeypatch):
     for name in ("_BLOCK", "_BLOCK_BY_TOKEN"):
         monkeypatch.setattr(f"rlhf_launch.workers.prepare.{name}", 160)  # some four rows
     handles = [LocalHandle(f"rank-{i}", lambda: TrainWorker("", None, {})) for i in range(request.param)]
-    group = TrainGroup("policy", handles, waits=Waits(10))
+    group = TrainGroup("policy", handles, waits=Waits(60))
     yield group
     group.close()
 
@@ -89,7 +89,7 @@ def test_the_number_of_ranks_changes_no_metric(recipe, monkeypatch):
     batch, found = scored_batch(), []
     for ranks in (1, 4):
         handles = [LocalHandle(f"rank-{i}", lambda: TrainWorker("", None, {})) for i in range(ranks)]
-        group = TrainGroup("policy", handles, waits=Waits(10))
+        group = TrainGroup("policy", handles, waits=Waits(60))
         found.append(group.prepare(batch, recipe, kl_coef=0.1)[1])
         group.close()
     assert found[0] == found[1]

@@ -38,7 +38,7 @@ def ragged_batch():
 
 @pytest.fixture
 def echoes():
-    group = TrainGroup("policy", [LocalHandle(f"rank-{i}", EchoRank) for i in range(3)], waits=Waits(10))
+    group = TrainGroup("policy", [LocalHandle(f"rank-{i}", EchoRank) for i in range(3)], waits=Waits(60))
     yield group
     group.close()
 
@@ -75,7 +75,7 @@ class SeenRank(EchoRank):
 def test_rows_that_run_together_stay_on_one_rank_and_apart_from_copies(ranks):
     seen = []
     handles = [LocalHandle(f"rank-{i}", lambda: SeenRank(seen)) for i in range(ranks)]
-    group = TrainGroup("reward", handles, waits=Waits(10))
+    group = TrainGroup("reward", handles, waits=Waits(60))
     batch = ragged_batch().with_columns(run_together=torch.tensor([3, 0, 3, 0, 3]))
     outputs = group.score(batch, ("scores",))
     assert torch.equal(outputs.scores, batch.token_ids[:, 0].float())
@@ -110,7 +110,7 @@ class CountingRank(EchoRank):
 def test_a_batch_of_fewer_units_than_ranks_is_repeated_a_whole_number_of_times(rows, rows_per_unit):
     ranks = [CountingRank() for _ in range(4)]
     group = TrainGroup(
-        "policy", [LocalHandle(f"rank-{i}", lambda r=r: r) for i, r in enumerate(ranks)], waits=Waits(10)
+        "policy", [LocalHandle(f"rank-{i}", lambda r=r: r) for i, r in enumerate(ranks)], waits=Waits(60)
     )
     batch = ragged_batch().select(range(rows))
     batch = dataclasses.replace(batch, rows_per_unit=rows_per_unit, sample_ids=tuple(map(str, range(rows))))
