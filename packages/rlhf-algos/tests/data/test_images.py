@@ -114,7 +114,7 @@ class TestSources:
         with pytest.raises(DataError, match="no file that it could lie beside"):
             row_images(Row(source="hub/name[train]", number=1, values={"image": "a.png"}))
         (tmp_path / "data" / "a.png").write_bytes(png())
-        monkeypatch.setattr(images_module, "MAX_BYTES", 100)
+        monkeypatch.setattr(images_module, "MAX_IMAGE_BYTES", 100)
         for value in ("a.png", png()):
             with pytest.raises(DataError, match="100"):
                 row_images(row(image=value))
@@ -145,7 +145,7 @@ class TestSources:
             assert np.array_equal(np.asarray(stored.open()), np.asarray(picture()))
             with pytest.raises(DataError, match="cannot be fetched"):
                 row_images(row(image=f"{address}/b.png"), urls=True)
-            monkeypatch.setattr(images_module, "MAX_BYTES", 100)
+            monkeypatch.setattr(images_module, "MAX_IMAGE_BYTES", 100)
             with pytest.raises(DataError, match="gives more than 100 bytes"):
                 row_images(row(image=f"{address}/a.png"), urls=True)
         finally:

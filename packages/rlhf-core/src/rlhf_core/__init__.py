@@ -30,6 +30,7 @@ from rlhf_core.checks import check_choice, check_number, check_switch, check_who
 from rlhf_core.damage import damage_error, find_damage, naming_damage
 from rlhf_core.data.batch import RUN_TOGETHER, Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
+from rlhf_core.data.image_files import MAX_IMAGE_BYTES, decoded_image
 from rlhf_core.data.images import LoadsImages, RowImages
 from rlhf_core.data.packed import (
     FlagsLike,
@@ -206,6 +207,7 @@ __all__ = [
     "ADAPTER_CONFIG",
     "ADAPTER_FOLDER",
     "DEFAULT_BUCKET_BYTES",
+    "MAX_IMAGE_BYTES",
     "MODEL_HEADS",
     "MOST_TOKENS",
     "PARTIAL_SYNCS",
@@ -376,6 +378,7 @@ __all__ = [
     "damage_error",
     "deal",
     "deal_units",
+    "decoded_image",
     "dequantized",
     "did_you_mean",
     "entropy_from_logits",

@@ -5,25 +5,17 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import ConfigError, DataError
+from rlhf_core import MAX_IMAGE_BYTES, ConfigError, DataError, decoded_image
 
 from rlhf_algos.data.sources import Row
 
 IMAGE_COLUMNS = ("images", "image")
 """A list of images, or one."""
-MAX_PIXELS = 64_000_000
-"""Of an image: larger ones are refused before they are decoded, as a small file can hold a very large image."""
-MAX_BYTES = 64 << 20
-"""Of a file or of what a URL gives."""
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-"""Others are refused: some decoders start other programs."""
 _URL_SECONDS = 20.0
 _REDIRECTS = 3
 
@@ -48,7 +40,7 @@ class StoredImage:
         content = _file_bytes(self.path, self.place) if self.content is None and self.path else self.content or b""
         if hashlib.sha256(content).hexdigest() != self.digest:
             raise DataError(f"{self.place}: {str(self.path)!r} has changed since the data was read; start again")
-        return decoded(content, self.place)
+        return decoded_image(content, self.place)
 
 
 def row_images(row: Row, *, urls: bool = False) -> list[StoredImage]:
@@ -98,8 +90,8 @@ def _stored(value: Any, row: Row, place: str, *, urls: bool) -> StoredImage:
 
 
 def _of_bytes(content: bytes, place: str) -> StoredImage:
-    if len(content) > MAX_BYTES:
-        raise DataError(f"{place} has {len(content):,} bytes, at most {MAX_BYTES:,} are read")
+    if len(content) > MAX_IMAGE_BYTES:
+        raise DataError(f"{place} has {len(content):,} bytes, at most {MAX_IMAGE_BYTES:,} are read")
     return StoredImage(place=place, digest=hashlib.sha256(content).hexdigest(), content=content)
 
 
@@ -126,51 +118,12 @@ def _path_beside(value: str, row: Row, place: str) -> Path:
 def _file_bytes(path: Path, place: str) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(MAX_IMAGE_BYTES + 1)
     except OSError as error:
         raise DataError(f"{place}: {str(path)!r} cannot be read: {error}") from error
-    if len(content) > MAX_BYTES:
-        raise DataError(f"{place}: {str(path)!r} has more than {MAX_BYTES:,} bytes, the most that are read")
+    if len(content) > MAX_IMAGE_BYTES:
+        raise DataError(f"{place}: {str(path)!r} has more than {MAX_IMAGE_BYTES:,} bytes, the most that are read")
     return content
-
-
-def decoded(content: bytes, place: str) -> Any:
-    """An image of PIL in RGB.
-
-    Raises:
-        DataError: these bytes are no image of a known format, are cut off, or would have too many pixels.
-    """
-    image_module, ops = _pillow()
-    with _naming_row(place):
-        image = image_module.open(io.BytesIO(content), formats=FORMATS)
-        width, height = image.size
-    if width * height > MAX_PIXELS or min(width, height) < 1:
-        raise DataError(
-            f"{place} has {width} x {height} pixels, at most {MAX_PIXELS:,} are decoded; make the image smaller"
-        )
-    with _naming_row(place):
-        image.load()
-        return ops.exif_transpose(image).convert("RGB")
-
-
-@contextmanager
-def _naming_row(place: str) -> Iterator[None]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PIL about sizes below our own bound
-            yield
-    except Exception as error:  # decoders raise any of a dozen errors on damaged files
-        raise DataError(
-            f"{place} cannot be decoded as {', '.join(FORMATS)}: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
-
-
-def _pillow() -> tuple[Any, Any]:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ConfigError("rows with images need pillow and torchvision; install rlhf-algos[vision]") from None
-    return Image, ImageOps
 
 
 def _fetched(url: str, place: str, *, allowed: bool) -> bytes:
@@ -193,8 +146,8 @@ def _fetched(url: str, place: str, *, allowed: bool) -> bytes:
             response.raise_for_status()
             for part in response.iter_bytes():
                 content += part
-                if len(content) > MAX_BYTES:
-                    raise DataError(f"{place}: {url[:80]!r} gives more than {MAX_BYTES:,} bytes")
+                if len(content) > MAX_IMAGE_BYTES:
+                    raise DataError(f"{place}: {url[:80]!r} gives more than {MAX_IMAGE_BYTES:,} bytes")
                 if time.monotonic() > end:
                     raise DataError(f"{place}: {url[:80]!r} takes more than {_URL_SECONDS:g} s")
     except httpx.HTTPError as error:
