@@ -30,7 +30,7 @@ from rlhf_core.checks import check_choice, check_number, check_switch, check_who
 from rlhf_core.damage import damage_error, find_damage, naming_damage
 from rlhf_core.data.batch import RUN_TOGETHER, Batch, collate, concatenate, masked_mean, masked_sum, pad_rows
 from rlhf_core.data.generation import FinishReason, GenerationRequest, GenerationResult, Sample
-from rlhf_core.data.image_files import MAX_IMAGE_BYTES, decoded_image
+from rlhf_core.data.image_files import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, decoded_image, image_pixels
 from rlhf_core.data.images import LoadsImages, RowImages
 from rlhf_core.data.packed import (
     FlagsLike,
@@ -208,6 +208,7 @@ __all__ = [
     "ADAPTER_FOLDER",
     "DEFAULT_BUCKET_BYTES",
     "MAX_IMAGE_BYTES",
+    "MAX_IMAGE_PIXELS",
     "MODEL_HEADS",
     "MOST_TOKENS",
     "PARTIAL_SYNCS",
@@ -388,6 +389,7 @@ __all__ = [
     "fitted_as_values",
     "fitted_from_values",
     "has_vision_class",
+    "image_pixels",
     "image_row",
     "is_packing",
     "is_quantized",

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from rlhf_core import DataError, decoded_image
+from rlhf_core import DataError, decoded_image, image_pixels
 from rlhf_core.data import image_files
 
 
@@ -33,6 +33,9 @@ def test_what_is_no_image_is_named():
 
 def test_size_is_looked_at_before_pixels_are_made(monkeypatch):
     content = encoded(Image.new("1", (400, 400)), "PNG")
-    monkeypatch.setattr(image_files, "_MAX_PIXELS", 100_000)
+    assert image_pixels(content, "a small file") == 160_000
+    monkeypatch.setattr(image_files, "MAX_IMAGE_PIXELS", 100_000)
     with pytest.raises(DataError, match="400 x 400 pixels, at most 100,000"):
         decoded_image(content, "a small file")
+    with pytest.raises(DataError, match="at most 100,000"):
+        image_pixels(content, "a small file")

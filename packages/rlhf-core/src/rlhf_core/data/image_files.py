@@ -12,7 +12,8 @@ from rlhf_core.errors import ConfigError, DataError
 
 MAX_IMAGE_BYTES = 64 << 20
 """Of an image as it is stored or sent."""
-_MAX_PIXELS = 64_000_000
+MAX_IMAGE_PIXELS = 64_000_000
+"""Of an image that is decoded."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 
 
@@ -30,17 +31,34 @@ def decoded_image(content: bytes, place: str) -> Any:
         DataError: these bytes are no image of a known format, are cut off, or would have too many pixels.
         ConfigError: pillow is not installed.
     """
+    image, ops = _opened(content, place)
+    with _named(place):
+        image.load()
+        return ops.exif_transpose(image).convert("RGB")
+
+
+def image_pixels(content: bytes, place: str) -> int:
+    """How many pixels an image has, without decoding them; see `decoded_image`.
+
+    Raises:
+        DataError, ConfigError: as there.
+    """
+    width, height = _opened(content, place)[0].size
+    return width * height
+
+
+def _opened(content: bytes, place: str) -> tuple[Any, Any]:
+    """The image, not decoded yet, and the module that turns it."""
     image_module, ops = _pillow()
     with _named(place):
         image = image_module.open(io.BytesIO(content), formats=_FORMATS)
         width, height = image.size
-    if width * height > _MAX_PIXELS or min(width, height) < 1:
+    if width * height > MAX_IMAGE_PIXELS or min(width, height) < 1:
         raise DataError(
-            f"{place} has {width} x {height} pixels, at most {_MAX_PIXELS:,} are decoded; make the image smaller"
+            f"{place} has {width} x {height} pixels, at most {MAX_IMAGE_PIXELS:,} are decoded; "
+            "make the image smaller"
         )
-    with _named(place):
-        image.load()
-        return ops.exif_transpose(image).convert("RGB")
+    return image, ops
 
 
 @contextmanager

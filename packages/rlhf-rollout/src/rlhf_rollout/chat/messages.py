@@ -9,17 +9,26 @@ from typing import Any
 
 from rlhf_core import DataError
 
+from rlhf_rollout.chat.images import ChatImage
+
 Message = Mapping[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_DETAILS = (None, "auto")
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
 
 
-def plain_message(message: Message) -> dict[str, Any]:
+def plain_message(message: Message, *, place: str = "a message", images: bool = False) -> dict[str, Any]:
     """A message without what does not matter: empty fields, and text in parts instead of a string.
 
     >>> plain_message({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
     {'role': 'user', 'content': 'hi'}
+
+    Args:
+        message: in OpenAI's form.
+        place: what it is, for messages about its images.
+        images: whether the model takes any. The content of a message with some is a list of parts: texts, and
+            `{"type": "image", "image": ChatImage}`.
 
     Raises:
         DataError: no message, or one with fields or parts that no template shows.
@@ -33,7 +42,10 @@ def plain_message(message: Message) -> dict[str, Any]:
         if name not in _FIELDS and value not in (None, [], {}):
             raise DataError(f"a message's `{str(name)[:80]}` is not supported; leave it out")
     # Clients send what newer models of OpenAI call the system's message.
-    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
+    content = _content(message, place, images=images)
+    if isinstance(content, list) and role == "assistant":
+        raise DataError(f"{place}: a message of the assistant has no images here; leave them out")
+    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if calls := message.get("tool_calls"):
         if role != "assistant" or not isinstance(calls, list):
             raise DataError("`tool_calls` must be a list, in a message of the assistant")
@@ -52,21 +64,42 @@ def plain_message(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _text(message: Message) -> str:
+def _content(message: Message, place: str, *, images: bool) -> str | list[dict[str, Any]]:
+    """The text of a message, or with images its parts, in which texts that follow each other are one."""
     content = message.get("content")
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
+    parts: list[dict[str, Any]] = []
+    count = 0
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            if parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += part["text"]
+            elif part["text"]:
+                parts.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url" and images:
+            count += 1
+            parts.append({"type": "image", "image": _image(part, f"{place}, image {count}")})
+        else:
+            known = "text and images" if images else "only text"
+            raise DataError(
+                f"{known} can be in a message's `content`, given as a string or as parts of type `text`, each with "
+                f"its `text`{', and `image_url`' if images else ''}; got {str(part)[:80]!r}"
+            )
+    return parts if count else "".join(part["text"] for part in parts)
+
+
+def _image(part: Mapping[str, Any], place: str) -> ChatImage:
+    found = part.get("image_url")
+    if not isinstance(found, Mapping) or set(found) - {"url", "detail"} or found.get("detail") not in _DETAILS:
         raise DataError(
-            "only text can be in a message's `content`, given as a string or as parts of type `text`, each with "
-            f"its `text`; got {str(content)[:80]!r}"
+            f'{place}: `image_url` must be {{"url": "data:image/png;base64,..."}}: the model\'s processor sets the '
+            f"detail of an image; got {str(found)[:80]!r}"
         )
-    return "".join(part["text"] for part in content)
+    return ChatImage.of_data_url(found.get("url"), place)
 
 
 def _plain_call(call: Any) -> dict[str, Any]:
@@ -86,11 +119,19 @@ def _plain_call(call: Any) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": named}
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them: arguments of tool calls as objects, not as JSON in a string."""
+def template_messages(messages: Sequence[Message], *, in_parts: bool = False) -> list[dict[str, Any]]:
+    """Messages as chat templates want them: arguments of tool calls as objects, not as JSON in a string.
+
+    `in_parts`: contents as parts, as all templates of vision-language models take them.
+    """
     made = []
     for message in messages:
         message = dict(message)
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            message["content"] = [{"type": "image"} if part.get("type") == "image" else part for part in content]
+        elif in_parts:
+            message["content"] = [{"type": "text", "text": content}]
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
@@ -126,7 +167,10 @@ def digests(messages: Sequence[Message], context: Any = ()) -> list[str]:
 def _essence(message: Message, places: dict[str, int]) -> dict[str, Any]:
     """What makes a message the same; `places` has the numbers of the calls by their ids, and is continued."""
     essence = {name: value for name, value in message.items() if name != "reasoning_content"}
-    essence["content"] = essence.get("content") or ""
+    content = essence.get("content") or ""
+    if isinstance(content, list):
+        content = [["image", part["image"].digest] if part["type"] == "image" else part["text"] for part in content]
+    essence["content"] = content
     if calls := essence.pop("tool_calls", None):
         for call in calls:
             if call.get("id"):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from rlhf_core import ConfigError, DataError
+from rlhf_core import ConfigError, DataError, PackedInts
 
+from rlhf_rollout.chat.images import Context, ImageTokens, image_parts
 from rlhf_rollout.chat.messages import Message, template_messages
 
 _SAMPLED = "(a turn that was sampled)"
@@ -18,22 +19,34 @@ _STAND_IN: tuple[Message, ...] = ({"role": "user", "content": "?"}, {"role": "as
 class ChatTokens:
     """Renders messages with a chat template and tokenises either all of it or only what follows a sampled turn.
 
+    Args:
+        tokenizer: the model's.
+        processor: see `rlhf_core.load_processor`; messages may have images with it.
+
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or the processor cannot be used here.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, processor: Any = None) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 "the tokenizer has no chat template, so messages cannot become tokens; use a chat model's tokenizer"
             )
         self.tokenizer = tokenizer
+        self.images = None if processor is None else ImageTokens(processor)
+        """Tokens of messages with images; None where there can be none."""
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), options: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
         """Token ids of a whole conversation, ready for the assistant's next turn; `options` are the template's."""
         return self.tokenise(self._render(messages, tools, generation=True, options=options))
+
+    def prompt_context(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+    ) -> Context:
+        """The same as `prompt`, of messages that may have images."""
+        return self._context(self._render(messages, tools, generation=True, options=options), messages)
 
     def reply(self, messages: Sequence[Message], *, last_token_id: int | None) -> tuple[int, ...]:
         """Token ids that lead from any sampled turn over new `messages` to the assistant's next turn.
@@ -68,6 +81,40 @@ class ChatTokens:
         Returns None where the template writes the past differently once there is more (some drop old reasoning), or
         ends this turn in a way of its own: then no continuation gives what the template would.
         """
+        text = self._following(messages, tools, turn, last_token_id, options)
+        return None if text is None else self.tokenise(text)
+
+    def continuation_context(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        turn: int,
+        last_token_id: int | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Context | None:
+        """The same as `continuation`, of messages that may have images."""
+        text = self._following(messages, tools, turn, last_token_id, options)
+        return None if text is None else self._context(text, messages[turn + 1 :])
+
+    def tokenise(self, text: str) -> tuple[int, ...]:
+        """Token ids of text, without special tokens around it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+    def _context(self, text: str, messages: Sequence[Message]) -> Context:
+        if self.images is None:
+            return Context(token_ids=PackedInts(self.tokenise(text)))
+        return self.images.context(text, [image for message in messages for image in image_parts(message)])
+
+    def _following(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        turn: int,
+        last_token_id: int | None,
+        options: Mapping[str, Any] | None,
+    ) -> str | None:
+        """What the template writes between a sampled turn and the next one; see `continuation`."""
         before = self._render(messages[:turn], tools, generation=True, options=options)
         upto = self._render(messages[: turn + 1], tools, options=options)
         whole = self._render(messages, tools, generation=True, options=options)
@@ -75,12 +122,8 @@ class ChatTokens:
             return None
         for past in (upto, _without_empty_thought(before, upto)):
             if whole.startswith(past):
-                return self.tokenise(self._unsaid(self._turn_end, last_token_id) + whole[len(past) :])
+                return self._unsaid(self._turn_end, last_token_id) + whole[len(past) :]
         return None
-
-    def tokenise(self, text: str) -> tuple[int, ...]:
-        """Token ids of text, without special tokens around it."""
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
     @cached_property
     def _turn_end(self) -> str:
@@ -123,7 +166,7 @@ class ChatTokens:
     ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                template_messages(messages),
+                template_messages(messages, in_parts=self.images is not None),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation,

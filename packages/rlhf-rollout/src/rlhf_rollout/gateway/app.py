@@ -28,6 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rlhf_rollout.chat.tokens import ChatTokens
 from rlhf_rollout.chat.tool_calls import ToolCallParser, tagged_json, tool_call_parser
 from rlhf_rollout.gateway.bodies import read_body
 from rlhf_rollout.gateway.config import GatewayConfig
@@ -45,7 +46,8 @@ class Gateway:
     """Serves from `start`, or the beginning of a `with` block, to `close`, or its end.
 
     `parse_tool_calls` finds tool calls in an answer if the request offers tools; the default is the format that the
-    chat template teaches, or that of Hermes and Qwen where it teaches none.
+    chat template teaches, or that of Hermes and Qwen where it teaches none. With a `processor` (see
+    `rlhf_core.load_processor`) and a backend that takes images, messages may have some.
     """
 
     def __init__(
@@ -55,13 +57,14 @@ class Gateway:
         config: GatewayConfig,
         *,
         parse_tool_calls: ToolCallParser | None = None,
+        processor: Any = None,
     ) -> None:
         self.api_key = config.api_key or secrets.token_urlsafe(32)
         """The master key: it opens everything. Agents get the keys of their sessions."""
         self._config = config
-        service = Service(
-            backend, tokenizer, config, parse_tool_calls or tool_call_parser(tokenizer) or tagged_json
-        )
+        self._tokens = ChatTokens(tokenizer, processor)
+        parse = parse_tool_calls or tool_call_parser(tokenizer) or tagged_json
+        service = Service(backend, self._tokens, config, parse)
         self._sessions = OpenSessions(most=config.max_sessions, idle_s=config.session_idle_s)
         self._server: ServerThread | None = None
         endpoints = [
@@ -137,7 +140,12 @@ class Gateway:
                 are open.
         """
         limits = SessionLimits(sampling=sampling, max_turns=max_turns, max_tokens=max_tokens, deadline_s=deadline_s)
-        record = RecordedSession(session_id=session_id, group_id=group_id or session_id, metadata=metadata or {})
+        record = RecordedSession(
+            session_id=session_id,
+            group_id=group_id or session_id,
+            metadata=metadata or {},
+            image_tokens=self._tokens.images,
+        )
         return self._sessions.open(record, limits, self._address)
 
     def session(self, session_id: str) -> RecordedSession:

@@ -49,10 +49,10 @@ class Service:
     """Answers requests. What takes time for a large request is done in threads."""
 
     def __init__(
-        self, backend: Generator, tokenizer: Any, config: GatewayConfig, parse_tool_calls: ToolCallParser
+        self, backend: Generator, tokens: ChatTokens, config: GatewayConfig, parse_tool_calls: ToolCallParser
     ) -> None:
         self._backend, self._config, self._parse = backend, config, parse_tool_calls
-        self._tokens = ChatTokens(tokenizer)
+        self._tokens, tokenizer = tokens, tokens.tokenizer
         self._lanes = Lanes()
         self._numbers = itertools.count()
         vocabulary = tokenizer.get_vocab()
@@ -117,18 +117,24 @@ class Service:
 
     def _chat_work(self, body: Mapping[str, Any], turn: TurnUnderWay | None) -> ClientRequest:
         # A message is a token at least.
-        most = {"most_characters": self._most_characters, "most_messages": self._config.max_model_len}
-        form = read_chat(body, **most)
+        form = read_chat(
+            body,
+            most_characters=self._most_characters,
+            most_messages=self._config.max_model_len,
+            images=self._tokens.images is not None,
+        )
         if turn is not None:
             prompt = turn.session.record.prompt(self._tokens, form.messages, form.tools, form.options)
         else:
-            tokens = self._tokens.prompt(form.messages, form.tools, form.options)
-            prompt = TurnPrompt(parent=None, context=PackedInts(tokens))
+            context = self._tokens.prompt_context(form.messages, form.tools, form.options)
+            prompt = TurnPrompt(parent=None, context=context.token_ids, images=context.images)
         return self._work(body, prompt, turn, form)
 
     def _completion_work(self, body: Mapping[str, Any], turn: TurnUnderWay | None) -> ClientRequest:
         prompt = read_prompt(body, self._tokenised, vocabulary=self._vocabulary, most=self._config.max_model_len)
         token_ids = PackedInts(prompt)
+        if self._tokens.images is not None:
+            self._tokens.images.check_text(token_ids)
         if turn is not None:
             return self._work(body, turn.session.record.prompt_of_tokens(token_ids), turn, None)
         return self._work(body, TurnPrompt(parent=None, context=token_ids), turn, None)
@@ -170,8 +176,9 @@ class Service:
         )
         generation = GenerationRequest(
             request_id=f"gateway/{next(self._numbers)}",
-            prompt_token_ids=token_ids,
+            prompt_token_ids=prompt.request_token_ids,
             sampling=settings.sampling,
+            images=[image.open() for image in prompt.shown],
             n=settings.n,
             seed=settings.seed,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core import DataError, LogProbMeaning, PackedFlags, PackedFloats, PackedInts, Sample, Trajectory
 
+from rlhf_rollout.chat.images import ChatImage, ContextImages, ConversationImages, ImageTokens
 from rlhf_rollout.chat.messages import Message, digests
 from rlhf_rollout.chat.tokens import ChatTokens
 
@@ -27,6 +28,8 @@ class RecordedTurn:
     meaning: LogProbMeaning
     reasoning: str = ""
     """What the turn said as reasoning: clients leave it out of the history, the template may want it."""
+    images: ContextImages | None = None
+    """Those of the context."""
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -43,6 +46,19 @@ class RecordedTurn:
         """The tokens of the whole conversation up to the end of this turn."""
         return PackedInts.joined([part for turn in self.path for part in (turn.context, turn.sample.token_ids)])
 
+    @property
+    def request_token_ids(self) -> PackedInts:
+        """The same with one token for each image."""
+        parts = [
+            part for turn in self.path for part in (_requested(turn.context, turn.images), turn.sample.token_ids)
+        ]
+        return PackedInts.joined(parts)
+
+    @property
+    def shown(self) -> tuple[ChatImage, ...]:
+        """The images of the whole conversation up to this turn."""
+        return tuple(image for turn in self.path if turn.images is not None for image in turn.images.images)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPrompt:
@@ -50,11 +66,28 @@ class TurnPrompt:
 
     parent: RecordedTurn | None
     context: PackedInts
+    images: ContextImages | None = None
+    """Those of the context."""
 
     @property
     def token_ids(self) -> PackedInts:
         """The complete prompt."""
         return (self.parent.token_ids if self.parent else PackedInts()) + self.context
+
+    @property
+    def request_token_ids(self) -> PackedInts:
+        """The complete prompt with one token for each image."""
+        asked = _requested(self.context, self.images)
+        return (self.parent.request_token_ids if self.parent else PackedInts()) + asked
+
+    @property
+    def shown(self) -> tuple[ChatImage, ...]:
+        """The images of the complete prompt."""
+        return (self.parent.shown if self.parent else ()) + (self.images.images if self.images else ())
+
+
+def _requested(context: PackedInts, images: ContextImages | None) -> PackedInts:
+    return context if images is None else images.request_token_ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +105,8 @@ class RecordedSession:
     conversation was tokenised anew for them."""
     rewards: tuple[float, ...] = ()
     """Of each turn, in the order of `turns`; what is missing at the end is 0."""
+    image_tokens: ImageTokens | None = None
+    """Of the model, where conversations may have images."""
     _known: dict[str, RecordedTurn] = field(default_factory=dict)
 
     def prompt(
@@ -95,21 +130,29 @@ class RecordedSession:
         ]
         for index in reversed(spoken):
             turn = self._known.get(hashes[index])
-            if turn is None:
+            if turn is None or self._wrote_image(turn):
                 continue
             last = turn.sample.token_ids[-1] if turn.sample.token_ids else None
-            context = tokens.continuation(messages, tools, turn=index, last_token_id=last, options=options)
+            context = tokens.continuation_context(messages, tools, turn=index, last_token_id=last, options=options)
             if context is not None:
                 self.misses += index != spoken[-1]
-                return TurnPrompt(parent=turn, context=PackedInts(context))
+                return TurnPrompt(parent=turn, context=context.token_ids, images=context.images)
         self.misses += bool(spoken)
-        return TurnPrompt(parent=None, context=PackedInts(tokens.prompt(messages, tools, options)))
+        context = tokens.prompt_context(messages, tools, options)
+        return TurnPrompt(parent=None, context=context.token_ids, images=context.images)
+
+    def _wrote_image(self, turn: RecordedTurn) -> bool:
+        """Whether the policy itself wrote the mark of an image up to here: an engine would look for the image."""
+        marks = self.image_tokens.marks if self.image_tokens is not None else ()
+        return any(one.sample.token_ids.count(mark) for mark in marks for one in turn.path)
 
     def prompt_of_tokens(self, token_ids: PackedInts) -> TurnPrompt:
         """The prompt for a completion of `token_ids`, on top of the longest recorded turn that they begin with."""
         best: RecordedTurn | None = None
         said = PackedInts()
         for turn in tuple(self.turns):
+            if turn.shown:
+                continue
             known = turn.token_ids
             if len(said) < len(known) <= len(token_ids) and token_ids[: len(known)] == known:
                 best, said = turn, known
@@ -129,6 +172,7 @@ class RecordedSession:
         turn = RecordedTurn(
             parent=prompt.parent,
             context=prompt.context,
+            images=prompt.images,
             sample=sample,
             meaning=meaning,
             reasoning=messages[-1].get("reasoning_content", "") if messages else "",
@@ -162,15 +206,25 @@ class RecordedSession:
             if id(leaf) in parents:
                 continue
             path = leaf.path
+            shown = self._shown(leaf.shown)
             fresh = [turn for turn in path if id(turn) not in counted and turn.sample.length]
             counted.update(map(id, path))
             for meaning in dict.fromkeys(turn.meaning for turn in fresh):
                 chosen = {id(turn) for turn in fresh if turn.meaning == meaning}
-                made.append(self._trajectory(f"{self.session_id}/{len(made)}", path, chosen, meaning))
+                made.append(self._trajectory(f"{self.session_id}/{len(made)}", path, chosen, meaning, shown))
         return made
 
+    def _shown(self, images: tuple[ChatImage, ...]) -> ConversationImages | None:
+        tokens = self.image_tokens
+        return ConversationImages(images=images, tokens=tokens) if images and tokens is not None else None
+
     def _trajectory(
-        self, name: str, path: list[RecordedTurn], chosen: set[int], meaning: LogProbMeaning
+        self,
+        name: str,
+        path: list[RecordedTurn],
+        chosen: set[int],
+        meaning: LogProbMeaning,
+        shown: ConversationImages | None,
     ) -> Trajectory:
         parts = [part for turn in path for part in _parts(turn, trained=id(turn) in chosen)]
         return Trajectory(
@@ -190,6 +244,7 @@ class RecordedSession:
             truncated=path[-1].sample.finish_reason != "stop",
             metadata=self.metadata,
             rewards=self._rewards(path, chosen),
+            shown=shown,
         )
 
     def _rewards(self, path: list[RecordedTurn], chosen: set[int]) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from rlhf_core import (
+    CapabilityError,
     EngineDiedError,
     GenerationRequest,
     GenerationResult,
@@ -39,7 +40,7 @@ class ClientRequest:
 
     def through(self, backend: Generator) -> Generator:
         """The backend for this request: it ends with the session, and its failures are named."""
-        return _CheckedGenerator(backend, self.turn)
+        return _CheckedGenerator(backend, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,13 @@ class _CheckedGenerator:
     """A backend whose requests end with the session, if there is one, and whose failures are named."""
 
     backend: Generator
-    turn: TurnUnderWay | None
+    asked: ClientRequest
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         try:
             work = self.backend.generate(request)
-            result = await (work if self.turn is None else self.turn.sample(work))
+            turn = self.asked.turn
+            result = await (work if turn is None else turn.sample(work))
         except RLHFError:
             raise
         except Exception as error:
@@ -62,6 +64,12 @@ class _CheckedGenerator:
                 raise EngineDiedError(
                     "the backend returned a log-prob that is not finite; nothing is recorded of it"
                 )
+        if request.images and result.prompt_token_ids != (ours := self.asked.prompt.token_ids):
+            ran = "it does not say which" if (it := result.prompt_token_ids) is None else f"{len(it)} there"
+            raise CapabilityError(
+                f"the backend ran the images as other tokens than a trainer would ({ran}, {len(ours)} here); both "
+                "must use the processor of the checkpoint: leave out rollout.options such as mm_processor_kwargs"
+            )
         return result
 
 
@@ -107,10 +115,14 @@ async def stream_chunks(
 
 
 def _can_be_sliced(work: ClientRequest) -> bool:
-    """Whether to sample in slices: stops, thoughts and calls may span them; seeds and penalties differ."""
+    """Whether to sample in slices: stops, thoughts and calls may span them; seeds and penalties differ.
+
+    An engine would make each slice's images anew.
+    """
     sampling, generation = work.generation.sampling, work.generation
     return (
         generation.n == 1
+        and not generation.images
         and generation.seed is None
         and work.answer.thinking is None
         and not sampling.counts_sampled

@@ -10,6 +10,7 @@ from rlhf_core.testing.tiny import byte_tokenizer
 from rlhf_rollout import Gateway, GatewayConfig
 
 CALL = 'Adding.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -123,7 +124,16 @@ def test_settings_of_messages_reach_the_model(talker, claude):
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "`thinking` is not supported"),
         ({"tool_choice": {"type": "any"}}, "`tool_choice` can be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block must be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "the `source` of an",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": PICTURE}]}]},
+            "only text can be in",
+        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image", "source": PICTURE}]}]}, "a block must"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block must be"),
         ({"messages": [{"role": "system", "content": "x"}]}, "must have the `role` user or assistant"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user", "content": 5}]}, "must be a text or a list of blocks"),
@@ -210,7 +220,12 @@ def test_a_form_of_the_answer_reaches_the_model_by_each_api(talker, claude, gpt)
         ({"background": True}, "`background` is not supported"),
         ({"tools": [{"type": "web_search"}]}, "must have the type function"),
         ({"tool_choice": "required"}, "`tool_choice` is not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "parts of text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "only text can be in",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "parts of text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "`file_id` of an"),
         ({"input": 5}, "`input` must be"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of `input` must be"),
         ({"max_output_tokens": 0}, "`max_completion_tokens` must be a whole number"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_core import DataError, ToolCall
 
+from rlhf_rollout.chat.images import check_pixels
 from rlhf_rollout.chat.messages import Message, plain_message
 from rlhf_rollout.gateway.apis.strict_tools import check_strict, fits
 
@@ -37,8 +38,10 @@ class ChatForm:
         return not function.get("strict") or fits(dict(call.arguments), schema, schema)
 
 
-def read_chat(body: Mapping[str, Any], *, most_characters: int, most_messages: int) -> ChatForm:
-    """Messages, tools and options of a chat request.
+def read_chat(
+    body: Mapping[str, Any], *, most_characters: int, most_messages: int, images: bool = False
+) -> ChatForm:
+    """Messages, tools and options of a chat request; `images`: whether messages may have some.
 
     Raises:
         DataError: one of them has the wrong form, or they are more than any context of the model holds.
@@ -50,7 +53,11 @@ def read_chat(body: Mapping[str, Any], *, most_characters: int, most_messages: i
         raise DataError(
             f"`messages` may have {most_messages} messages, got {len(messages)}; shorten the conversation"
         )
-    plain = [plain_message(message) for message in messages]
+    plain = [
+        plain_message(message, place=f"message {number}", images=images)
+        for number, message in enumerate(messages, start=1)
+    ]
+    check_pixels(plain)
     tools = body.get("tools", [])
     if not isinstance(tools, list):
         raise DataError(f"`tools` must be a list, got {str(tools)[:200]!r}")

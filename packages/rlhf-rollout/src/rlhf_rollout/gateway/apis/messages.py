@@ -159,13 +159,13 @@ def _to_chat_messages(message: Any) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise DataError(f"a message's `content` must be a text or a list of blocks, got {str(content)[:200]!r}")
-    results, texts, thoughts, calls = [], [], [], []
+    results, parts, thoughts, calls = [], [], [], []
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "text":
-            texts.append(_text([block], "content"))
+        if kind == "text" or (kind == "image" and role == "user"):
+            parts.append(_part(block, "content"))
         elif kind == "tool_result" and role == "user" and isinstance(block.get("tool_use_id"), str):
-            said = _text(block.get("content", ""), "tool_result")
+            said = _content(block.get("content", ""), "tool_result")
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
@@ -174,17 +174,43 @@ def _to_chat_messages(message: Any) -> list[dict[str, Any]]:
             thoughts.append(block["thinking"])
         else:
             raise DataError(
-                "a block must be text, or tool_result in a message of the user, or thinking or tool_use in one of "
-                f"the assistant, got {str(block)[:200]!r}"
+                "a block must be text, or image or tool_result in a message of the user, or thinking or tool_use "
+                f"in one of the assistant, got {str(block)[:200]!r}"
             )
-    if results and not texts:
+    if results and not parts:
         return results
-    made: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    made: dict[str, Any] = {"role": role, "content": parts}
     if thoughts:
         made["reasoning_content"] = "".join(thoughts)
     if calls:
         made["tool_calls"] = calls
     return [*results, made]
+
+
+def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
+    """The content of a result of a tool as that of a chat message."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"`{name}` must be a text or a list of blocks, got {str(content)[:200]!r}")
+    return [_part(block, name) for block in content]
+
+
+def _part(block: Any, name: str) -> dict[str, Any]:
+    """A block of text or an image as a part of a chat message."""
+    if not isinstance(block, Mapping) or block.get("type") != "image":
+        return {"type": "text", "text": _text([block], name)}
+    source = block.get("source")
+    if (
+        not isinstance(source, Mapping)
+        or source.get("type") != "base64"
+        or not all(isinstance(source.get(key), str) for key in ("media_type", "data"))
+    ):
+        raise DataError(
+            'the `source` of an image must be {"type": "base64", "media_type": "image/png", "data": "..."}: '
+            f"nothing is fetched; got {str(source)[:80]!r}"
+        )
+    return {"type": "image_url", "image_url": {"url": f"data:{source['media_type']};base64,{source['data']}"}}
 
 
 def _text(content: Any, name: str) -> str:

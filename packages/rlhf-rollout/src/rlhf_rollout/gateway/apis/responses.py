@@ -158,13 +158,13 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
             turn = _turn(messages)
             turn["content"] = (turn["content"] or "") + _text(item.get("content"))
         else:
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _turn(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = _text(item.get("output"))
+        output = _content(item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning" and isinstance(item.get("content", []), list):
         parts = item.get("content") or []
@@ -185,6 +185,24 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """The content of a message or of a tool's output as that of a chat message."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, Mapping) and part.get("type") == "input_image" for part in parts):
+        return _text(content)
+    return [_part(part) for part in parts]
+
+
+def _part(part: Any) -> dict[str, Any]:
+    if not isinstance(part, Mapping) or part.get("type") != "input_image":
+        return {"type": "text", "text": _text([part])}
+    if part.get("file_id") is not None:
+        raise DataError(
+            "`file_id` of an image is not supported: nothing is kept; send it as `image_url` with its data"
+        )
+    return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+
+
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
@@ -193,7 +211,7 @@ def _text(content: Any) -> str:
         for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise DataError(f"`content` and `output` must be text or parts of text, got {str(content)[:200]!r}")
+    raise DataError(f"`content` and `output` must be text, or parts of text and images, got {str(content)[:200]!r}")
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -14,14 +14,27 @@ _OBJECT: Schema = {"type": "object"}
 _SWITCH: Schema = {"type": "boolean"}
 _TOKENS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STOPS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 1024}, "maxItems": 64}
-_PARTS: Schema = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": _TEXT},
-        "required": ["type", "text"],
-    },
+_TEXT_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
 }
+_IMAGE_PART: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": {"type": "string", "pattern": "^data:image/"}, "detail": {"const": "auto"}},
+            "required": ["url"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "image_url"],
+}
+_PARTS: Schema = {"type": "array", "items": _TEXT_PART}
+_SHOWN: Schema = {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}
+"""Images are for a gateway with a processor."""
 
 
 def _whole(least: int, most: int | None = None) -> Schema:
@@ -41,7 +54,7 @@ _CALL: Schema = {
     },
     "required": ["function"],
 }
-_CONTENT: Schema = {"anyOf": [_TEXT, _PARTS, {"type": "null"}]}
+_CONTENT: Schema = {"anyOf": [_TEXT, _SHOWN, {"type": "null"}]}
 _MESSAGE: Schema = {
     "type": "object",
     "properties": {
