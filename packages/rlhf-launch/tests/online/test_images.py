@@ -1,5 +1,6 @@
 """Prompts with images: the policy learns from what it sees, and sampler and trainer see the same."""
 
+import asyncio
 import json
 import os
 import random
@@ -10,10 +11,19 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from rlhf_core import CapabilityError, ConfigError, DataError, GenerationResult, Sample
+from rlhf_core import (
+    CapabilityError,
+    ConfigError,
+    DataError,
+    DroppedSample,
+    GenerationResult,
+    Sample,
+    Trajectory,
+)
 from rlhf_core.testing.vision import save_tiny_vision_model
 from rlhf_launch.online.preflight import check_inputs
-from rlhf_launch.samples.sampling import trajectories_of
+from rlhf_launch.samples.prompts import Prompt
+from rlhf_launch.samples.sampling import episode_sampler, trajectories_of
 
 pytest.importorskip("torchvision")
 
@@ -117,23 +127,98 @@ def test_the_token_of_an_image_in_a_prompt_without_images_is_refused(looking, ma
         check_inputs(make_config(looking))
 
 
-@pytest.mark.stack
-def test_what_is_on_a_picture_is_learnt_by_vllm_and_deepspeed(looking, tmp_path):
-    looking["rollout"] |= {"backend": "vllm", "options": {"limit_mm_per_prompt": {"image": 1, "video": 0}}}
-    looking["train"] |= {"engine": "deepspeed", "minibatches": 2}
-    looking |= {"checkpoint": {"every": 6}, "tensorboard": False, "bundles": {"every": 12}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(looking))
+@pytest.fixture
+def asking(looking, tmp_path):
+    """A program shows two pictures in each episode."""
+    rows = [{"prompt": f"task {index}", "colours": colours} for index, colours in enumerate(["rb", "br"] * 8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    looking["data"] = {"train": str(tmp_path / "tasks.jsonl")}
+    looking["rollout"]["agent"] = {"program": "image_programs:name_colours", "images": True, "max_turns": 2}
+    looking["lengths"] = {"max_length": 128}
+    del looking["reward"]
+    return looking
+
+
+def test_programs_show_images_to_a_model_that_takes_them(asking, make_config, folder):
+    inputs = check_inputs(make_config(asking))
+    assert inputs.backends.images
+    assert len(inputs.image_token_ids) == 1
+    asking["model"] = {"path": str(folder / "policy")}
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.images: model .* has no processor that takes images"):
+        check_inputs(make_config(asking))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"reward": {"model": "{reward}"}}, r"reward\.model: a model that scores responses is shown no images"),
+        ({"algorithm": "ppo"}, "rows with images are for a policy or a reference, the role is critic"),
+        (
+            {"rollout__agent": {"environment": "launch_rewards:CountToThree", "images": True}},
+            "images has no meaning beside environment",
+        ),
+    ],
+)
+def test_agents_images_that_a_part_of_the_run_would_not_see_are_refused(
+    asking, make_config, folder, change, problem
+):
+    change = json.loads(json.dumps(change).replace("{reward}", str(folder / "reward")))
+    with pytest.raises(ConfigError, match=problem):
+        check_inputs(make_config(asking, **change))
+
+
+def test_an_episode_in_which_the_policy_wrote_an_image_is_left_out_whole():
+    def branch(episode, index, sampled):
+        return Trajectory(
+            sample_id=f"{episode}/{index}",
+            group_id="g",
+            episode_id=episode,
+            token_ids=(1, 9, sampled),
+            response_mask=(False, False, True),
+            rollout_log_probs=(0.0, 0.0, -1.0),
+            weight_versions=(-1, -1, 0),
+        )
+
+    class Loop:
+        async def run_group(self, task):
+            dropped = DroppedSample(sample_id="c", reason="late")
+            return [branch("a", 0, 5), branch("a", 1, 9), branch("b", 0, 5), dropped]
+
+    prompt = Prompt(prompt_id="0", text="x", token_ids=(1,))
+    drawn = asyncio.run(episode_sampler(Loop(), seed=None, image_token_ids=[9])(prompt, "g", 3))
+    assert [one.sample_id for one in drawn] == ["b/0", "c", "a"]
+    assert drawn[-1].reason == "the policy wrote the token of an image"
+
+
+def trained(settings, folder):
+    """The steps of a run with vLLM and DeepSpeed."""
+    settings["rollout"] |= {"backend": "vllm", "options": {"limit_mm_per_prompt": {"image": 2, "video": 0}}}
+    settings["train"] |= {"engine": "deepspeed", "minibatches": 2}
+    settings |= {"checkpoint": {"every": 6}, "tensorboard": False, "bundles": {"every": 12}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     program = "from rlhf_launch.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "train", str(tmp_path / "run.yaml")],
+        [sys.executable, "-c", program, "train", str(folder / "run.yaml")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "RLHF_TRACEBACK": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "reward" in row]
     assert max(row["mismatch/log_prob_max"] for row in rows) < 1e-4
+    return rows
+
+
+@pytest.mark.stack
+def test_what_is_on_a_picture_is_learnt_by_vllm_and_deepspeed(looking, tmp_path):
+    rewards = [row["reward"] for row in trained(looking, tmp_path)]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2, rewards
+
+
+@pytest.mark.stack
+def test_what_programs_show_is_learnt_through_the_gateway(asking, tmp_path):
+    rows = trained(asking, tmp_path)
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2, rewards

@@ -45,11 +45,16 @@ class Inputs:
     reward: CheckedReward
     pretraining: PretrainingText | None = None
     """What `data.pretrain` names."""
+    agent_processor: Any = None
+    """The policy's, where agents show it images."""
+    agent_image_token_ids: frozenset[int] = frozenset()
+    """Tokens that stand for those."""
 
     @property
     def image_token_ids(self) -> frozenset[int]:
-        """Tokens that stand for images in prompts; none where no prompt has any."""
-        return frozenset(token for one in _shown(self.prompts, self.held_out) for token in one.images.token_ids)
+        """Tokens that stand for images in prompts and conversations; none where there can be no image."""
+        shown = _shown(self.prompts, self.held_out)
+        return self.agent_image_token_ids.union(token for one in shown for token in one.images.token_ids)
 
 
 def check_inputs(config: OnlineConfig) -> Inputs:
@@ -86,9 +91,10 @@ def check_inputs(config: OnlineConfig) -> Inputs:
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
     tokenizer = policy_tokenizer(config.model)
-    if config.rollout.agent is not None and config.rollout.agent.uses_gateway:
-        gateway_class()
-        ChatTokens(tokenizer)  # refuses a tokenizer without a chat template
+    processor, agent_images = _check_conversations(config, tokenizer)
+    if agent_images:
+        backends = replace(backends, images=True)
+        _check_all_see(config, backends)
     agent = config.rollout.agent is not None
     trusted = config.model.trust_remote_code
     reward = check_reward(config.reward, tokenizer, environment=agent, trust_remote_code=trusted)
@@ -112,7 +118,29 @@ def check_inputs(config: OnlineConfig) -> Inputs:
         dropped=dropped,
         reward=reward,
         pretraining=pretraining,
+        agent_processor=processor,
+        agent_image_token_ids=agent_images,
     )
+
+
+def _check_conversations(config: OnlineConfig, tokenizer: Any) -> tuple[Any, frozenset[int]]:
+    """Refuse programs that could not talk to the policy; returns its processor and the tokens of images, if they
+    may show it any."""
+    agent, model = config.rollout.agent, config.model
+    if agent is None or not agent.uses_gateway:
+        return None, frozenset()
+    gateway_class()
+    processor = None
+    if agent.images:
+        processor = processor_of(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+        if processor is None:
+            raise ConfigError(
+                f"rollout.agent.images: model {model.path!r} has no processor that takes images; give a "
+                "vision-language model with its processor's files, or leave the key out"
+            )
+    # Refuses a tokenizer without a chat template, and a processor that cannot be used.
+    images = ChatTokens(tokenizer, processor).images
+    return processor, frozenset(() if images is None else images.token_ids)
 
 
 def _prompts(config: OnlineConfig, tokenizer: Any) -> tuple[PromptSets, dict[str, HeldOut], int]:
@@ -158,19 +186,9 @@ def _check_images(
     if config.rollout.agent is not None:
         raise ConfigError(
             "rollout.agent: prompts with images are answered at once here, not in episodes; leave the agent out, "
-            "or the column of images"
+            "or the column of images (a program can read images itself, and show them with rollout.agent.images)"
         )
-    if blind := sorted((config.reward or RewardSection()).engine_parts()):
-        raise ConfigError(
-            f"reward.{blind[0]}: a model that scores responses is shown no images, and the prompts have some; give "
-            "a reward that reads the response and the row's columns (function, math, rules, http, ...)"
-        )
-    if isinstance(config.recipe, ShowsTeacherMore):
-        raise ConfigError(
-            "algorithm: what a teacher is shown more is text, and the prompts have images; distil from a teacher "
-            "that sees the prompts as they are (on_policy_distillation with model.teacher)"
-        )
-    check_engines(config, backends)  # refuses roles and settings that do not go with images
+    _check_all_see(config, backends)
     first, *others = (one.images for one in _shown(train, held_out))
     for prompt in train.prompts:
         if prompt.shown is None and any(prompt.token_ids.count(token) for token in first.token_ids):
@@ -184,6 +202,21 @@ def _check_images(
                 f"{other.images[0].place}: it does not fit {first.images[0].place}: the processor makes "
                 f"{other.layout} of one, and {first.layout} of the other; resize them alike"
             )
+
+
+def _check_all_see(config: OnlineConfig, backends: ResolvedBackends) -> None:
+    """Refuse a run of which a part would not see the images."""
+    if blind := sorted((config.reward or RewardSection()).engine_parts()):
+        raise ConfigError(
+            f"reward.{blind[0]}: a model that scores responses is shown no images, and the policy is; give "
+            "a reward that reads the response and the row's columns (function, math, rules, http, ...)"
+        )
+    if isinstance(config.recipe, ShowsTeacherMore):
+        raise ConfigError(
+            "algorithm: what a teacher is shown more is text, and the policy is shown images; distil from a "
+            "teacher that sees the prompts as they are (on_policy_distillation with model.teacher)"
+        )
+    check_engines(config, backends)  # refuses roles and settings that do not go with images
 
 
 def _shown_to_teacher(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_algos import CheckpointSchedule, CheckpointStore, ShowsTeacherMore
 from rlhf_core import ConfigError, SamplingConfig, StopRequest
@@ -51,6 +51,9 @@ from rlhf_launch.workers.rollout_pool import RolloutPool
 from rlhf_launch.workers.train_group import TrainGroup
 from rlhf_launch.workers.waits import Waits
 
+if TYPE_CHECKING:
+    from rlhf_rollout import Gateway
+
 
 @contextmanager
 def open_run(
@@ -78,8 +81,8 @@ def open_run(
         pool = workers.pool
         if inputs.backends.images and not pool.takes_images:
             raise ConfigError(
-                f"prompts have images, and the rollout backend {inputs.backends.backend} with this model takes "
-                "none; use rollout.backend: vllm with a vision-language model, or leave the column out"
+                f"the policy is shown images, and the rollout backend {inputs.backends.backend} with this model "
+                "takes none; use rollout.backend: vllm with a vision-language model, or leave the images out"
             )
         options = config.weight_sync
         policy, transports = workers.training["policy"], workers.executor.transports
@@ -95,7 +98,10 @@ def open_run(
         stack.callback(replacement.stop)
         reporter.say(f"  all up after {time.perf_counter() - begin:.1f} s")
         stack.enter_context(spared_collector())
-        make_groups = group_makers(config, pool, Rewarder(reward, inputs.tokenizer), stack, inputs.image_token_ids)
+        rewarder = Rewarder(reward, inputs.tokenizer)
+        make_groups = group_makers(
+            config, pool, rewarder, stack, inputs.image_token_ids, processor=inputs.agent_processor
+        )
         prompts = prompt_stream(config, inputs)
         producer = open_producer(config, prompts, make_groups, pool, stop)
         stack.callback(producer.close)
@@ -273,16 +279,31 @@ def group_makers(
     rewarder: Rewarder,
     stack: ExitStack,
     image_token_ids: Collection[int] = (),
+    *,
+    processor: Any = None,
 ) -> MakeGroups:
     """What gives, for any settings of sampling, what makes scored groups: single responses or episodes.
 
-    What episodes need, a gateway or processes, is closed with the stack.
+    What episodes need, a gateway or processes, is closed with the stack. `processor`: the policy's, where programs
+    show it images.
     """
     sampler: Callable[[SamplingConfig], GroupSampler] = partial(
         response_sampler, pool, seed=config.request_seed, image_token_ids=image_token_ids
     )
     if config.rollout.agent is not None:
-        sampler = _episode_samplers(config, config.rollout.agent, pool, rewarder.tokenizer, stack)
+        gateway = None
+        if config.rollout.agent.uses_gateway:
+            gateway = stack.enter_context(
+                open_gateway(
+                    pool,
+                    rewarder.tokenizer,
+                    config.rollout.agent,
+                    max_length=config.max_length,
+                    processor=processor,
+                )
+            )
+        play = partial(episode_sampler, seed=config.request_seed, image_token_ids=image_token_ids)
+        sampler = _episode_samplers(config, config.rollout.agent, pool, rewarder.tokenizer, stack, gateway, play)
 
     def make(sampling: SamplingConfig, *, greedy_scores: bool = False) -> GroupMaker:
         likeliest = sampler(greedy_sampling(sampling)) if greedy_scores else None
@@ -292,13 +313,15 @@ def group_makers(
 
 
 def _episode_samplers(
-    config: OnlineConfig, agent: AgentConfig, pool: RolloutPool, tokenizer: Any, stack: ExitStack
+    config: OnlineConfig,
+    agent: AgentConfig,
+    pool: RolloutPool,
+    tokenizer: Any,
+    stack: ExitStack,
+    gateway: Gateway | None,
+    play: Callable[[AgentLoop | ProgramLoop], GroupSampler],
 ) -> Callable[[SamplingConfig], GroupSampler]:
     """One sampler for each settings of sampling, however often it is asked for."""
-    longest = config.max_length
-    gateway = None
-    if agent.uses_gateway:
-        gateway = stack.enter_context(open_gateway(pool, tokenizer, agent, max_length=longest))
     parts = config.reward.all_parts(environment=True).values()
     alone = all(isinstance(part, EnvironmentRewardConfig) for part in parts)
     made: dict[str, GroupSampler] = {}
@@ -307,6 +330,7 @@ def _episode_samplers(
         if gateway is not None:
             return ProgramLoop(gateway, agent, sampling=sampling, model=GATEWAY_MODEL, needs_reward=alone)
         calls = tool_call_parser(tokenizer)
+        longest = config.max_length
         loop = AgentLoop(pool, tokenizer, agent, sampling=sampling, max_tokens=longest, parse_tool_calls=calls)
         stack.callback(loop.close)
         return loop
@@ -314,7 +338,7 @@ def _episode_samplers(
     def sampler(sampling: SamplingConfig) -> GroupSampler:
         key = repr(sampling)
         if key not in made:
-            made[key] = episode_sampler(loop_of(sampling), seed=config.request_seed)
+            made[key] = play(loop_of(sampling))
         return made[key]
 
     return sampler

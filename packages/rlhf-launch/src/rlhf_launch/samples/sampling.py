@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rlhf_core import (
     CapabilityError,
     DroppedSample,
@@ -66,13 +67,16 @@ def response_sampler(
     return sample
 
 
-def episode_sampler(loop: AgentLoop | ProgramLoop, *, seed: int | None) -> GroupSampler:
+def episode_sampler(
+    loop: AgentLoop | ProgramLoop, *, seed: int | None, image_token_ids: Collection[int] = ()
+) -> GroupSampler:
     """A sampler of episodes of several turns.
 
     Args:
         loop: plays them.
         seed: the run's; the seeds of the turns in an environment follow from it and the label. What a program asks
             for is its own affair: its turns have no seeds of ours. None for turns without.
+        image_token_ids: see `response_sampler`.
     """
 
     async def play(prompt: Prompt, label: str, samples: int) -> list[Trajectory | DroppedSample]:
@@ -84,20 +88,25 @@ def episode_sampler(loop: AgentLoop | ProgramLoop, *, seed: int | None) -> Group
             episodes=samples,
             seed=None if seed is None else request_seed(seed, label),
         )
-        return await loop.run_group(task)
+        return _whole_episodes(await loop.run_group(task), image_token_ids)
 
     return play
 
 
-def open_gateway(pool: RolloutPool, tokenizer: Any, agent: AgentConfig, *, max_length: int) -> Gateway:
-    """A gateway in front of the rollout engines, for the programs of a run. It listens once it is started."""
+def open_gateway(
+    pool: RolloutPool, tokenizer: Any, agent: AgentConfig, *, max_length: int, processor: Any = None
+) -> Gateway:
+    """A gateway in front of the rollout engines, for the programs of a run. It listens once it is started.
+
+    `processor`: the policy's, where programs show it images.
+    """
     config = GatewayConfig(
         model=GATEWAY_MODEL,
         max_model_len=max_length,
         max_sessions=2 * agent.max_episodes,
         session_idle_s=2 * agent.episode_timeout_s,
     )
-    return gateway_class()(pool, tokenizer, config)
+    return gateway_class()(pool, tokenizer, config, processor=processor)
 
 
 def gateway_class() -> type[Gateway]:
@@ -148,9 +157,29 @@ def trajectories_of(prompt: Prompt, result: GenerationResult) -> list[Trajectory
 def _without_sampled_images(trajectory: Trajectory, image_token_ids: Collection[int]) -> Trajectory | DroppedSample:
     """A sample in which the policy itself wrote the token of an image is left out: to the generator it is a token
     like any other, to the trainer's model it would be the place of an image that is not there."""
-    if not any(trajectory.response_token_ids.count(token) for token in image_token_ids):
-        return trajectory
-    return DroppedSample(sample_id=trajectory.sample_id, reason="the policy wrote the token of an image")
+    return _wrote_image(trajectory.sample_id) if _has_sampled_images(trajectory, image_token_ids) else trajectory
+
+
+def _whole_episodes(
+    drawn: Sequence[Trajectory | DroppedSample], image_token_ids: Collection[int]
+) -> list[Trajectory | DroppedSample]:
+    """The same of episodes, whose trajectories share a score: one that is left out is left out whole."""
+    wrote = {
+        one.episode_id for one in drawn if isinstance(one, Trajectory) and _has_sampled_images(one, image_token_ids)
+    }
+    kept = [one for one in drawn if isinstance(one, DroppedSample) or one.episode_id not in wrote]
+    return [*kept, *map(_wrote_image, sorted(wrote))]
+
+
+def _has_sampled_images(trajectory: Trajectory, image_token_ids: Collection[int]) -> bool:
+    if not any(trajectory.token_ids.count(token) for token in image_token_ids):
+        return False
+    sampled = np.asarray(trajectory.token_ids)[np.asarray(trajectory.response_mask)]
+    return bool(np.isin(sampled, list(image_token_ids)).any())
+
+
+def _wrote_image(sample_id: str) -> DroppedSample:
+    return DroppedSample(sample_id=sample_id, reason="the policy wrote the token of an image")
 
 
 def _check_same_prompt(prompt: Prompt, result: GenerationResult) -> None:

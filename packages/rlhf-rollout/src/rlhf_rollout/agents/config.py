@@ -50,6 +50,9 @@ class AgentConfig:
     the machine. None runs the command as a process."""
     max_sampled_tokens: int | None = None
     """Tokens that the model says in an episode of a program or a command at most; None sets no limit."""
+    images: bool = False
+    """Whether the messages of a program or a command may have images; the policy then is a vision-language
+    model."""
     max_turns: int = 8
     """Turns that are sampled at most; an episode in an environment that is not done by then is truncated, and a
     program's further requests are refused."""
@@ -109,6 +112,7 @@ class AgentConfig:
             "container": kind != "command" and self.container is not None,
             "program_options": kind != "program" and bool(self.program_options),
             "max_sampled_tokens": kind == "environment" and self.max_sampled_tokens is not None,
+            "images": kind == "environment" and self.images,
         }
         if wrong := [name for name, is_foreign in foreign.items() if is_foreign]:
             raise ConfigError(f"agent: {wrong[0]} has no meaning beside {kind}; leave it out")
