@@ -132,7 +132,8 @@ def test_estimators_of_openrlhf(estimator, name, clipped_after):
         ("train_ppo_ray", "--ptx_coef 0.1", "--ptx_coef", Outcome.NOTED, "without --pretrain_data"),
         ("train_ppo_ray", "--pretrain_data a --temperature 0.7", "--pretrain_data", Outcome.UNAVAILABLE, "write 1"),
         ("train_ppo_ray", "--normalize_reward", "--normalize_reward", Outcome.NOTED, "source: given"),
-        ("train_ppo_ray", "--image_key images", "--image_key", Outcome.UNAVAILABLE, "text"),
+        ("train_ppo_ray", "--image_key images", "--image_key", Outcome.NOTED, "<image>"),
+        ("train_ppo_ray", "--max_images_per_prompt 2", "--max_images_per_prompt", Outcome.EXACT, ""),
     ],
 )
 def test_the_account(entry, flags, setting, outcome, note):
@@ -284,3 +285,10 @@ def test_unknown_settings_of_trl_are_named():
     (finding,) = made.left_out
     assert finding.outcome is Outcome.UNKNOWN
     assert "learning_rate" in finding.note
+
+
+def test_columns_of_images_are_renamed_and_counted():
+    made = openrlhf("train_ppo_ray", "--image_key pictures --max_images_per_prompt 2")
+    assert made.settings["data"]["train"][0]["columns"]["images"] == "pictures"
+    assert made.settings["rollout"]["options"]["limit_mm_per_prompt"] == {"image": 2}
+    assert "images" not in openrlhf("train_ppo_ray", "").settings["data"]["train"][0].get("columns", {})

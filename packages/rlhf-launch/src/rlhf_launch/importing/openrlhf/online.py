@@ -27,7 +27,10 @@ _ROLES = {
     for prefix, group in (("actor_", "train.optimizer"), ("critic_", "train.critic_optimizer"))
     for name, rule in optimizer(group, prefix=prefix).items()
 }
-_IMAGES = "prompts are text here"
+_IMAGES = (
+    'a prompt has {"type": "image"} among the parts of its messages, or the processor\'s own token, for each '
+    "image, where OpenRLHF's data has <image>"
+)
 
 ONLINE: Mapping[str, Rule] = {
     **ENGINE,
@@ -52,8 +55,8 @@ ONLINE: Mapping[str, Rule] = {
     "label_key": combined(),
     "input_template": combined(),
     "apply_chat_template": combined(),
-    "image_key": missing(_IMAGES),
-    "max_images_per_prompt": missing(_IMAGES, neutral=(0,)),
+    "image_key": combined(_IMAGES),
+    "max_images_per_prompt": to("rollout.options.limit_mm_per_prompt.image", convert=int, neutral=(0,)),
     "freeze_visual_encoder": missing("write train.options.freeze with the names of the weights that stay"),
     "prompt_max_len": differs("longer prompts are left out, where OpenRLHF cuts them", "lengths.max_prompt_tokens"),
     "max_new_tokens": to("rollout.sampling.max_tokens", convert=int),
@@ -193,6 +196,8 @@ def _write_data(draft: Draft) -> None:
     columns = {"prompt": str(draft.value("input_key"))}
     if draft.on("label_key"):
         columns["label"] = str(draft.value("label_key"))
+    if draft.on("image_key"):
+        columns["images"] = str(draft.value("image_key"))
     split = str(draft.value("prompt_split", "train"))
     draft.put("data.train", datasets(draft, "prompt_data", "prompt_data_probs", split=split, columns=columns))
     if draft.on("eval_dataset"):

@@ -27,6 +27,8 @@ from rlhf_launch.importing.verl.table import (
 )
 
 MARKER = "verl.trainer."
+_COLUMNS = {"prompt": "prompt_key", "images": "image_key"}
+"""Our columns, and the settings that name theirs."""
 
 
 def find_commands(text: str, variables: Mapping[str, str] | None = None) -> list[list[str]]:
@@ -126,8 +128,9 @@ def _files(draft: Draft, name: str, limit: str) -> list[dict[str, Any]]:
         {"path": str(path)} for path in (files if isinstance(files, list) else [files])
     ]
     for source in sources:
-        if draft.value("data.prompt_key", "prompt") != "prompt":
-            source["columns"] = {"prompt": str(draft.value("data.prompt_key"))}
+        theirs = {ours: str(draft.value(f"data.{key}", ours)) for ours, key in _COLUMNS.items()}
+        if renamed := {ours: column for ours, column in theirs.items() if ours != column}:
+            source["columns"] = renamed
         if int(draft.value(limit, -1)) > 0:
             source["limit"] = int(draft.value(limit))
     return sources

@@ -89,7 +89,10 @@ ONLINE: Mapping[str, Rule] = {
     "data.return_full_prompt": needless("reward functions get prompts as text"),
     "data.dataloader_num_workers": needless("rows are prepared once, before training"),
     "data.trust_remote_code": to("model.trust_remote_code"),
-    "data.image_key": missing("prompts are text here"),
+    "data.image_key": combined(
+        'a prompt has {"type": "image"} among the parts of its messages, or the processor\'s own token, for each '
+        "image, where verl's data has <image>"
+    ),
     "data.reward_fn_key": needless("a reward function gets every column of the data"),
     "data.custom_cls.path": missing("write the data as files of rows"),
     "data.custom_cls.name": missing("write the data as files of rows"),
